@@ -1,0 +1,46 @@
+"""Errors that a user can meet, each carrying the exit code of the command that shows it.
+
+    LazyschedError            exit 1   anything below; one line: what, value, remedy
+    ├── UsageError            exit 2   input that can be named and mended before anything runs (also a ValueError)
+    ├── InfeasibleError       exit 1   no plan fits the budgets; carries the bytes that are missing
+    ├── TimeLimitError        exit 1   the solver stopped before it found any plan
+    └── RunError              exit 1   training or measuring could not go on
+
+A broken invariant of our own stays an ``AssertionError``.
+"""
+
+from __future__ import annotations
+
+
+class LazyschedError(Exception):
+    """Base of every error that the command line prints as one line."""
+
+    exit_code = 1
+
+
+class UsageError(LazyschedError, ValueError):
+    """The user's input is wrong; the message names field, value and remedy."""
+
+    exit_code = 2
+
+
+class InfeasibleError(LazyschedError):
+    """No plan fits the memory budgets.
+
+    Attributes:
+        missing_bytes: tier -> bytes by which that tier's budget alone would have to grow;
+            a tier that cannot help alone is absent.
+    """
+
+    def __init__(self, message: str, missing_bytes: dict[str, int] | None = None) -> None:
+        """Keep the shortfall as data beside the message."""
+        super().__init__(message)
+        self.missing_bytes = dict(missing_bytes or {})
+
+
+class TimeLimitError(LazyschedError):
+    """The solver's time limit passed without any feasible plan."""
+
+
+class RunError(LazyschedError):
+    """Training, measuring or writing failed while it ran."""

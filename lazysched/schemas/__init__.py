@@ -1,0 +1,13 @@
+"""The schemas that every part of lazysched shares: Profile -> Plan -> Program."""
+
+from lazysched.schemas.base import BYTES_PER_ELEMENT, Document, Dtype, Engine, Phase, Schema, Tier
+from lazysched.schemas.model import Stage
+from lazysched.schemas.plan import Plan, Prediction, SolverReport, StagePlan, Update, variant_key
+from lazysched.schemas.profile import Curve, Profile, Rate, SaveVariant, Timing
+from lazysched.schemas.program import Buffer, Op, OpKind, Program
+
+__all__ = [
+    "BYTES_PER_ELEMENT", "Buffer", "Curve", "Document", "Dtype", "Engine", "Op", "OpKind", "Phase", "Plan",
+    "Prediction", "Profile", "Program", "Rate", "SaveVariant", "Schema", "SolverReport", "Stage", "StagePlan",
+    "Tier", "Timing", "Update", "variant_key",
+]  # fmt: skip

@@ -1,0 +1,114 @@
+"""Plan: the decisions, as JSON that a person can read, compare and edit. Bytes and seconds."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from lazysched.schemas.base import Document, Dtype, Engine, Schema, Tier
+from lazysched.schemas.profile import SaveVariant
+
+
+class StagePlan(Schema):
+    """Decisions for one stage."""
+
+    weights: Tier
+    """``gpu`` is resident; otherwise they are streamed from that tier for each pass."""
+    state: Tier
+    """Where the optimizer state lives; its tier fixes the processor that updates."""
+    state_format: Literal["fp32", "hybrid8"] = "fp32"
+    save: str = "all"
+    """Name of a save variant of the stage's structure."""
+    saved_tiers: dict[str, Tier] = Field(default_factory=dict)
+    """Tier per saved tensor group of that variant, the input excepted."""
+    segment: int = Field(default=1, ge=1)
+    """Blocks of one segment keep only its first input."""
+    input_tier: Tier = "gpu"
+    """Where the block's input waits for the backward."""
+
+
+class Update(Schema):
+    """How a step ends."""
+
+    mode: Literal["exact", "selective"] = "exact"
+    clip_norm: float | None = Field(default=1.0, gt=0)
+    """Global gradient norm to clip to; null gives clipping up."""
+
+
+class Prediction(Schema):
+    """What the simulator expects of the plan."""
+
+    step_s: float
+    """Steady time of one step."""
+    exposed_s: dict[Engine, float]
+    """engine -> time in which ``compute`` waits for it, per step."""
+    moved_bytes: dict[Engine, int]
+    """engine -> bytes moved per step."""
+    peak_bytes: dict[Tier, int]
+    """Most bytes of each tier; for ``gpu`` the driver context and fragmentation are in it."""
+
+
+class SolverReport(Schema):
+    """How the plan was found."""
+
+    status: Literal["optimal", "feasible"]
+    """``optimal`` within the gap asked for, or the best that the time limit allowed."""
+    objective_s: float
+    """Step time of the program's solution; the prediction is the simulator's."""
+    bound_s: float
+    """No plan of this program is faster than this."""
+    gap: float
+    """(objective - bound) / objective."""
+    seed: int
+    time_s: float
+    """Wall-clock time of all solves."""
+    versions: dict[str, str]
+
+
+class Plan(Document):
+    """A self-contained schedule for training: ``train`` sees no profile."""
+
+    version: Literal[1] = 1
+    model_id: str
+    hardware_id: str
+    world_size: Literal[1] = 1
+    compute_dtype: Dtype
+    batch_size: int = Field(ge=1)
+    """Rows of one step: micro_batch * accumulation * world_size."""
+    seq_len: int = Field(ge=1)
+    """Tokens of one row."""
+    micro_batch: int = Field(ge=1)
+    """Rows that go through a stage at once."""
+    accumulation: int = Field(ge=1)
+    """Micro-batches of one step."""
+    loss_chunk_tokens: int = Field(ge=1)
+    """Tokens whose logits exist at once in the head."""
+    prefetch_depth: int = Field(default=1, ge=1)
+    """How many stages ahead weights and saved tensors are fetched."""
+    d2h_lag: int = Field(default=1, ge=0)
+    """How many copies to the host may still run when compute goes on."""
+    update: Update = Update()
+    stages: dict[str, StagePlan]
+    """Stage id -> decisions."""
+    variants: dict[str, SaveVariant]
+    """``structure:name`` -> the variant, embedded; ``variant_key`` makes the key."""
+    budget_bytes: dict[Tier, int]
+    predicted: Prediction | None = None
+    """Null in a plan written or edited by hand."""
+    solver: SolverReport | None = None
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Plan:
+        rows = self.micro_batch * self.accumulation * self.world_size
+        if rows != self.batch_size:
+            raise ValueError(f"batch_size must be micro_batch * accumulation * world_size = {rows}")
+        for stage_id, choice in self.stages.items():
+            if choice.state == "gpu" and choice.weights != "gpu":
+                raise ValueError(f"stages.{stage_id}: state on gpu needs weights on gpu")
+        return self
+
+
+def variant_key(structure: str, name: str) -> str:
+    """Key of a variant in ``Plan.variants``."""
+    return f"{structure}:{name}"

@@ -1,0 +1,162 @@
+"""Profile: what the machine and the model were measured to do. Bytes, seconds, bytes per second."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from lazysched.schemas.base import Document, Dtype, Schema, Tier
+from lazysched.schemas.model import Stage
+
+
+class Timing(Schema):
+    """Median over repeats, or null with a reason."""
+
+    median_s: float | None = Field(ge=0)
+    """Median duration in seconds."""
+    spread_s: float = Field(default=0.0, ge=0)
+    """Interquartile range in seconds."""
+    repeats: int = Field(default=0, ge=0)
+    """Number of timed repeats."""
+    reason: str | None = None
+    """Why there is no figure."""
+
+    @model_validator(mode="after")
+    def _null_has_reason(self) -> Timing:
+        if self.median_s is None and not self.reason:
+            raise ValueError("a figure that is null needs a reason")
+        return self
+
+    @property
+    def seconds(self) -> float:
+        """The median; a figure that was not measured is a caller's error."""
+        if self.median_s is None:
+            raise ValueError(f"not measured: {self.reason}")
+        return self.median_s
+
+
+class SaveVariant(Schema):
+    """One form of a stage at one micro-batch: what its forward keeps for its backward, and what that costs.
+
+    For a block, ``backward`` includes whatever it recomputes and adding the weight gradients to the gradient slot.
+    For the head, ``forward`` is the loss alone and ``backward`` the loss with its gradient in one pass, the only
+    one that a training step runs. The embedding and the head have one variant, ``all``.
+    """
+
+    name: str
+    """What it saves: ``all``, ``input``."""
+    compiled: bool = False
+    """Whether the graph is compiled."""
+    budget: float | None = None
+    """The partitioner's activation memory budget; kept only to rebuild the same graph."""
+    saved: dict[str, int]
+    """Tensor group -> bytes per micro-batch; a block always has ``input``, its checkpoint."""
+    forward: Timing
+    backward: Timing
+    working_forward_bytes: int = Field(ge=0)
+    """Most bytes beyond input, output and what is saved while the forward runs."""
+    working_backward_bytes: int = Field(ge=0)
+    """Most bytes beyond what was there before the backward began; input gradient included."""
+
+    @property
+    def saved_bytes(self) -> int:
+        """Bytes of everything saved beside the input, per micro-batch."""
+        return sum(size for group, size in self.saved.items() if group != "input")
+
+
+class Curve(Schema):
+    """Throughput of a link by the size of a request."""
+
+    points: list[tuple[int, float]] = Field(default_factory=list)
+    """(request bytes, bytes per second), sizes ascending."""
+    reason: str | None = None
+    """Why there are no points."""
+
+    @model_validator(mode="after")
+    def _ascending_or_reason(self) -> Curve:
+        sizes = [size for size, _ in self.points]
+        if sizes != sorted(set(sizes)) or any(rate <= 0 for _, rate in self.points):
+            raise ValueError("points must have ascending sizes and positive rates")
+        if not self.points and not self.reason:
+            raise ValueError("a curve without points needs a reason")
+        return self
+
+    def rate_bytes_per_s(self, num_bytes: int) -> float:
+        """Throughput for one request of ``num_bytes``, linear between points, flat outside them.
+
+        Raises:
+            ValueError: the curve was not measured.
+        """
+        if not self.points:
+            raise ValueError(f"not measured: {self.reason}")
+        position = bisect_left(self.points, (num_bytes, 0.0))
+        if position == 0:
+            return self.points[0][1]
+        if position == len(self.points):
+            return self.points[-1][1]
+        (low, low_rate), (high, high_rate) = self.points[position - 1 : position + 1]
+        return low_rate + (high_rate - low_rate) * (num_bytes - low) / (high - low)
+
+    def seconds(self, num_bytes: int) -> float:
+        """Time of one request of ``num_bytes``."""
+        return num_bytes / self.rate_bytes_per_s(num_bytes) if num_bytes else 0.0
+
+
+class Rate(Schema):
+    """Work per second, or null with a reason."""
+
+    per_s: float | None = Field(gt=0)
+    """Median rate: parameters per second for updates."""
+    spread: float = Field(default=0.0, ge=0)
+    """Interquartile range over the median."""
+    repeats: int = Field(default=0, ge=0)
+    reason: str | None = None
+
+    @model_validator(mode="after")
+    def _null_has_reason(self) -> Rate:
+        if self.per_s is None and not self.reason:
+            raise ValueError("a figure that is null needs a reason")
+        return self
+
+
+class Profile(Document):
+    """Measurements of one model on one machine; the only source of durations."""
+
+    version: Literal[1] = 1
+    hardware_id: str
+    """Fingerprint of the machine: device name, its memory, processor, cores."""
+    model_id: str
+    """Fingerprint of the model: architecture, shapes, ties; not the values of its weights."""
+    device: Literal["cuda", "cpu"]
+    """What computed."""
+    compute_dtype: Dtype
+    seq_len: int = Field(ge=1)
+    """Tokens of one row."""
+    loss_chunk_tokens: int = Field(ge=1)
+    """Tokens whose logits exist at once in the head."""
+    estimated: bool = False
+    """Whether any figure was computed, not measured."""
+    stages: list[Stage]
+    """In forward order: ``embed``, ``block.0`` ..., ``head``."""
+    variants: dict[str, dict[int, list[SaveVariant]]]
+    """structure -> micro-batch (rows) -> variants."""
+    links: dict[str, Curve]
+    """``h2d d2h h2d_both d2h_both host gpu nvme_read nvme_write``; ``gpu`` is a copy inside GPU memory, reads + writes."""
+    update: dict[Literal["cpu", "gpu"], dict[str, Rate]]
+    """processor -> state format -> parameters per second."""
+    collectives: dict[str, Curve] = Field(default_factory=dict)
+    """Empty on one GPU."""
+    total_bytes: dict[Tier, int | None]
+    """Memory of each tier; null where there is none."""
+    free_bytes: dict[Tier, int | None]
+    """What was free when measuring; control-group limits respected."""
+    pin_limit_bytes: int | None = None
+    """Most bytes that could be page-locked; null when no limit was met."""
+    context_bytes: int = Field(default=0, ge=0)
+    """GPU memory that the driver context and library workspaces take outside any plan."""
+    fragmentation: float = Field(default=0.0, ge=0)
+    """Reserved over allocated GPU bytes, minus 1, seen while measuring."""
+    notes: dict[str, str] = Field(default_factory=dict)
+    """Versions, device names, and what a reader should know."""

@@ -1,0 +1,51 @@
+"""Quantities as people write them. GB = 1e9 bytes, GiB = 2**30 bytes."""
+
+from __future__ import annotations
+
+import re
+
+from lazysched.errors import UsageError
+
+_FACTORS = {
+    "": 1, "B": 1,
+    "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
+    "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12,
+    "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40,
+}  # fmt: skip
+_PATTERN = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([A-Za-z]*)\s*")
+
+
+def parse_bytes(text: str, field: str = "size") -> int:
+    """Bytes of ``"24GB"``, ``"1.5 GiB"`` or ``"0"``.
+
+    Args:
+        text: a number with an optional unit (B, KB, MB, GB, TB or KiB, MiB, GiB, TiB).
+        field: the name that an error shows.
+
+    Raises:
+        UsageError: the text is not such a quantity.
+    """
+    match = _PATTERN.fullmatch(text)
+    factor = _FACTORS.get(match.group(2).upper()) if match else None
+    if match is None or factor is None:
+        raise UsageError(f"{field}: {text!r} is not a size; write for example 24GB or 22.5GiB")
+    return round(float(match.group(1)) * factor)
+
+
+def format_bytes(num_bytes: float) -> str:
+    """``num_bytes`` with three figures in the decimal unit that suits it."""
+    value, size = abs(num_bytes), ""
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        size = f"{value:.0f} {unit}" if unit == "B" else f"{value:.3g} {unit}"
+        if value < 999.5:
+            break
+        value /= 1000
+    return f"-{size}" if num_bytes < 0 else size
+
+
+def format_seconds(seconds: float) -> str:
+    """``seconds`` with three figures in s, ms or µs."""
+    for unit, factor in (("s", 1.0), ("ms", 1e3), ("µs", 1e6)):
+        if abs(seconds) * factor >= 1 or unit == "µs":
+            return f"{seconds * factor:.3g} {unit}"
+    raise AssertionError("unreachable")
