@@ -48,7 +48,9 @@ class Document(Schema):
             temporary.replace(target)
         except OSError as error:
             temporary.unlink(missing_ok=True)
-            raise UsageError(f"{target}: cannot be written ({error.strerror}); name a file in a folder you may write") from None
+            raise UsageError(
+                f"{target}: cannot be written ({error.strerror}); name a file in a folder you may write"
+            ) from None
 
     @classmethod
     def load(cls, path: str | Path) -> Self:

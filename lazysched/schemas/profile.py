@@ -143,7 +143,7 @@ class Profile(Document):
     variants: dict[str, dict[int, list[SaveVariant]]]
     """structure -> micro-batch (rows) -> variants."""
     links: dict[str, Curve]
-    """``h2d d2h h2d_both d2h_both host gpu nvme_read nvme_write``; ``gpu`` is a copy inside GPU memory, reads + writes."""
+    """``h2d d2h h2d_both d2h_both host gpu nvme_read nvme_write``; ``gpu``: inside GPU memory, reads + writes."""
     update: dict[Literal["cpu", "gpu"], dict[str, Rate]]
     """processor -> state format -> parameters per second."""
     collectives: dict[str, Curve] = Field(default_factory=dict)

@@ -69,9 +69,9 @@ class Program(Document):
     buffers: dict[str, Buffer]
 
     @cached_property
-    def graph(self) -> nx.DiGraph:
+    def graph(self) -> nx.DiGraph[str]:
         """Operations of one step with the edges of distance 0."""
-        graph = nx.DiGraph()
+        graph: nx.DiGraph[str] = nx.DiGraph()
         graph.add_nodes_from(self.ops)
         graph.add_edges_from((before, after) for before, after, distance in self.edges if distance == 0)
         return graph

@@ -1,0 +1,129 @@
+"""A plan resolved against the stages of its model: choices checked, sizes worked out, buffers named.
+
+``lower`` orders operations; this module knows what exists. All sizes are bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lazysched.errors import UsageError
+from lazysched.schemas import BYTES_PER_ELEMENT, Plan, SaveVariant, Stage, StagePlan, variant_key
+
+MASTER_BYTES = 4
+"""fp32 accumulators and master weights."""
+
+
+class Layout:
+    """Stages, choices, variants and buffer sizes of one plan.
+
+    Raises:
+        UsageError: the plan does not fit the model or asks for what the runtime cannot do.
+    """
+
+    def __init__(self, plan: Plan, stages: Sequence[Stage]) -> None:
+        self.plan = plan
+        self.stages = list(stages)
+        self.by_id = {stage.id: stage for stage in stages}
+        _check_stages(plan, self.stages)
+        self.embed, self.blocks, self.head = self.stages[0], self.stages[1:-1], self.stages[-1]
+        self.tied = self.head.shares is not None
+        self.element_bytes = BYTES_PER_ELEMENT[plan.compute_dtype]
+        self.variants = {stage.id: self._variant(stage) for stage in stages}
+        for stage in self.stages:
+            _check_choice(stage, plan.stages[stage.id], self.variants[stage.id])
+        self.hidden_bytes = self.variants[self.blocks[0].id].saved["input"]
+        self.num_slots = plan.prefetch_depth + 1
+        self.shared_vocabulary_slot = not self.tied and {self.choice(s).weights for s in (self.embed, self.head)} == {
+            "host"
+        }
+
+    def choice(self, stage: Stage) -> StagePlan:
+        """The plan's decisions for ``stage``."""
+        return self.plan.stages[stage.id]
+
+    def _variant(self, stage: Stage) -> SaveVariant:
+        key = variant_key(stage.structure, self.plan.stages[stage.id].save)
+        if key not in self.plan.variants:
+            raise UsageError(
+                f"plan: stages.{stage.id}.save: variant {key!r} is not in the plan's variants; solve again"
+            )
+        return self.plan.variants[key]
+
+    def streamed(self, stage: Stage) -> bool:
+        """Whether a block's weights pass through the shared slots."""
+        return stage.is_block and self.choice(stage).weights == "host"
+
+    def on_host(self, stage: Stage) -> bool:
+        """Whether the host holds the stage's optimizer state and updates it."""
+        return self.choice(stage).state == "host"
+
+    def elements(self, stage: Stage) -> int:
+        """Elements of the stage's flat store, alignment included."""
+        return stage.weight_bytes // self.element_bytes
+
+    def state_bytes(self, stage: Stage) -> int:
+        """fp32 moments, and the fp32 master where the weights themselves are narrower."""
+        return self.elements(stage) * MASTER_BYTES * (3 if self.element_bytes < MASTER_BYTES else 2)
+
+    def offloaded_bytes(self, stage: Stage) -> int:
+        """Bytes per micro-batch that the stage sends to the host in forward and fetches in backward."""
+        choice, variant = self.choice(stage), self.variants[stage.id]
+        if not stage.is_block:
+            return 0
+        tiers = {"input": choice.input_tier, **choice.saved_tiers}
+        return sum(size for group, size in variant.saved.items() if tiers[group] == "host")
+
+    def kept_bytes(self, stage: Stage) -> int:
+        """Bytes per micro-batch, the input excepted, that stay on the GPU between forward and backward."""
+        choice, variant = self.choice(stage), self.variants[stage.id]
+        return sum(size for group, size in variant.saved.items() if choice.saved_tiers.get(group) == "gpu")
+
+    def accumulates(self, stage: Stage) -> bool:
+        """Whether the stage's gradient is summed in an fp32 accumulator before it is rounded.
+
+        The head adds up over chunks of tokens even with one micro-batch; the embedding does as the head.
+        """
+        return self.plan.accumulation > 1 or not stage.is_block
+
+    def accumulator(self, stage: Stage) -> str:
+        """Buffer id of the accumulator that the stage's backward adds to."""
+        if stage.is_block:
+            return "gpu/accumulator/block"
+        return f"gpu/accumulator/{stage.id if self.tied else 'vocabulary'}"
+
+    def outgoing_bytes(self) -> int:
+        """Size of one slot for what leaves to, or comes back from, the host."""
+        return max((self.offloaded_bytes(stage) for stage in self.blocks), default=0)
+
+
+def _check_stages(plan: Plan, stages: Sequence[Stage]) -> None:
+    ids = [stage.id for stage in stages]
+    if set(plan.stages) != set(ids):
+        odd = sorted(set(plan.stages) ^ set(ids))[0]
+        raise UsageError(f"plan: stages: {odd!r} is not in both plan and model; solve a plan for this model")
+    if len(ids) < 3 or ids[0] != "embed" or ids[-1] != "head":
+        raise UsageError(f"model: stages {ids[:1]}..{ids[-1:]} are not embed, blocks, head")
+    if any(not stage.trainable for stage in stages):
+        raise UsageError("model: a frozen stage cannot be trained around yet; make all stages trainable")
+    if plan.update.mode != "exact":
+        raise UsageError(f"plan: update.mode: {plan.update.mode!r} is not executable; use 'exact'")
+
+
+def _check_choice(stage: Stage, choice: StagePlan, variant: SaveVariant) -> None:
+    """Refuse decisions that the runtime does not execute."""
+    where = f"plan: stages.{stage.id}"
+    tiers = {"weights": choice.weights, "state": choice.state, "input_tier": choice.input_tier}
+    tiers |= {f"saved_tiers.{group}": tier for group, tier in choice.saved_tiers.items()}
+    for field, tier in tiers.items():
+        if tier == "nvme":
+            raise UsageError(f"{where}.{field}: nvme is not executable yet; use gpu or host")
+    if choice.state_format != "fp32":
+        raise UsageError(f"{where}.state_format: {choice.state_format!r} is not executable yet; use 'fp32'")
+    if choice.segment != 1:
+        raise UsageError(f"{where}.segment: {choice.segment} is not executable yet; use 1")
+    groups = set(variant.saved) - {"input"}
+    if groups != set(choice.saved_tiers):
+        raise UsageError(f"{where}.saved_tiers: names {sorted(choice.saved_tiers)}, the variant saves {sorted(groups)}")
+    if stage.is_block and "input" not in variant.saved:
+        raise UsageError(f"{where}.save: variant {variant.name!r} has no group 'input'; profile and solve again")

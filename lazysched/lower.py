@@ -1,0 +1,411 @@
+"""``lower``: a plan becomes a program. The only place that knows the order of a step.
+
+Order of one training step (layer-major: a block is loaded once and serves every micro-batch):
+
+    batch | embed forward | blocks forward | head: loss and its gradient | blocks backward, reversed | embed backward
+          | global norm -> one factor | updates in forward order
+
+Uploads, downloads and fetches stand in that list where they may start; dependencies come from the buffers alone
+(``lazysched.hazards``). A program for evaluation stops at the loss.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Sequence
+
+from lazysched.hazards import dependency_edges
+from lazysched.layout import MASTER_BYTES, Layout
+from lazysched.schemas import Buffer, Engine, Op, OpKind, Phase, Plan, Program, Stage, Tier
+from lazysched.weight_slots import assign_slots
+
+GPU_UPDATE_CHUNK = 1 << 22
+"""Elements that a GPU update converts to fp32 at a time."""
+
+
+def lower(plan: Plan, stages: Sequence[Stage], *, training: bool = True) -> Program:
+    """Lower ``plan`` for a model of ``stages`` to the operations of one step.
+
+    Args:
+        plan: the decisions.
+        stages: ``embed``, the blocks, ``head``, in forward order.
+        training: with False, the program evaluates the loss only.
+
+    Raises:
+        UsageError: the plan does not fit the model, or holds a decision that the runtime cannot execute.
+    """
+    return _Lowering(Layout(plan, stages), training).run()
+
+
+class _Lowering:
+    """Emits operations in order; transfers wait in queues until the operation that they may follow was emitted."""
+
+    def __init__(self, layout: Layout, training: bool) -> None:
+        self.layout = layout
+        self.plan = layout.plan
+        self.training = training
+        self.ops: dict[str, Op] = {}
+        self.buffers: dict[str, Buffer] = {}
+        self.slot_of: dict[tuple[str, Phase], int] = {}
+        self.pending_uploads: dict[int, list[tuple[Stage, Phase]]] = defaultdict(list)
+        self.window = -1
+        self.num_saves = self.num_grads = 0
+        self.fetches = self._fetch_order()
+        self.fetch_index = {(stage.id, m): index for index, (stage, m) in enumerate(self.fetches)}
+        self.num_fetches = 0
+
+    def run(self) -> Program:
+        """The whole step."""
+        self._declare_static()
+        self._schedule_uploads()
+        self._emit("batch", "copy", "h2d", reads=("host/batch",), writes=("gpu/batch",), num_bytes=self._batch_bytes())
+        self._forward_pass()
+        self._head()
+        if self.training:
+            self._backward_pass()
+            self._updates()
+        text = self.plan.model_dump_json()
+        return Program(
+            plan_hash=hashlib.sha256(text.encode()).hexdigest()[:16],
+            ops=self.ops,
+            edges=dependency_edges(list(self.ops.values())),
+            buffers=self.buffers,
+        )
+
+    # ---- emitting
+
+    def _emit(
+        self,
+        op_id: str,
+        kind: OpKind,
+        engine: Engine,
+        *,
+        stage: str | None = None,
+        phase: Phase | None = None,
+        micro_batch: int | None = None,
+        cost: tuple[str, ...] | None = None,
+        num_bytes: int = 0,
+        num_params: int = 0,
+        working_bytes: int = 0,
+        reads: tuple[str, ...] = (),
+        writes: tuple[str, ...] = (),
+    ) -> str:
+        links: dict[Engine, tuple[str, ...]] = {"h2d": ("link", "h2d"), "d2h": ("link", "d2h")}
+        self.ops[op_id] = Op(
+            id=op_id, kind=kind, engine=engine, priority=len(self.ops), stage=stage, phase=phase,
+            micro_batch=micro_batch, cost=links.get(engine, ()) if cost is None else cost, num_bytes=num_bytes,
+            num_params=num_params, working_bytes=working_bytes, reads=reads, writes=writes,
+        )  # fmt: skip
+        return op_id
+
+    def _buffer(
+        self, buffer_id: str, num_bytes: int, alloc_at: str | None = None, free_after: str | None = None
+    ) -> None:
+        tier, kind = buffer_id.split("/")[:2]
+        place: Tier = "gpu" if tier == "gpu" else "host"
+        pinned = place == "host" and kind != "state"
+        self.buffers[buffer_id] = Buffer(
+            id=buffer_id, tier=place, kind=kind, num_bytes=num_bytes, alloc_at=alloc_at, free_after=free_after,
+            pinned=pinned,
+        )  # fmt: skip
+
+    def _batch_bytes(self) -> int:
+        return 2 * 8 * self.plan.batch_size * self.plan.seq_len  # tokens and targets, int64
+
+    # ---- what exists all the time
+
+    def _declare_static(self) -> None:
+        layout = self.layout
+        for place in ("host", "gpu"):
+            self._buffer(f"{place}/batch", self._batch_bytes())
+            self._buffer(f"{place}/scale", 4 * 3)
+        self._buffer("gpu/loss", 4)
+        self._buffer("gpu/norms", 4 * sum(len(stage.params) for stage in layout.stages))
+        for stage in layout.stages:
+            self._declare_stage(stage)
+        slot_bytes = max((s.weight_bytes for s in layout.blocks if layout.streamed(s)), default=0)
+        if slot_bytes:
+            for slot in range(layout.num_slots):
+                self._buffer(f"gpu/weights/slot{slot}", slot_bytes)
+        if layout.shared_vocabulary_slot:
+            self._buffer("gpu/weights/vocabulary", max(layout.embed.weight_bytes, layout.head.weight_bytes))
+        if self.training:
+            self._declare_gradients()
+
+    def _declare_stage(self, stage: Stage) -> None:
+        layout, size = self.layout, stage.weight_bytes
+        if self._weights(stage, "forward") == f"gpu/weights/{stage.id}":
+            self._buffer(f"gpu/weights/{stage.id}", size)
+        place = "host" if layout.on_host(stage) else "gpu"
+        if place == "host":
+            self._buffer(f"host/weights/{stage.id}", size)
+        if self.training:
+            self._buffer(f"{place}/grads/{stage.id}", size)
+        self._buffer(f"{place}/state/{stage.id}", layout.state_bytes(stage))
+
+    def _declare_gradients(self) -> None:
+        layout = self.layout
+        host_blocks = [s.weight_bytes for s in layout.blocks if layout.on_host(s)]
+        if host_blocks:
+            for slot in range(self.plan.d2h_lag + 1):
+                self._buffer(f"gpu/grads/slot{slot}", max(host_blocks))
+        host_ends = [s.weight_bytes for s in (layout.embed, layout.head) if layout.on_host(s)]
+        if host_ends:
+            self._buffer("gpu/grads/vocabulary", max(host_ends))
+        accumulators: dict[str, int] = defaultdict(int)
+        for stage in layout.stages:
+            if layout.accumulates(stage):
+                key = layout.accumulator(stage)
+                accumulators[key] = max(accumulators[key], MASTER_BYTES * layout.elements(stage))
+        if layout.tied:
+            accumulators["gpu/accumulator/shared"] = MASTER_BYTES * layout.elements(layout.embed)
+        for buffer_id, size in accumulators.items():
+            self._buffer(buffer_id, size)
+        if layout.outgoing_bytes():
+            for slot in range(self.plan.d2h_lag + 1):
+                self._buffer(f"gpu/outgoing/slot{slot}", layout.outgoing_bytes())
+            for slot in range(layout.num_slots):
+                self._buffer(f"gpu/fetched/slot{slot}", layout.outgoing_bytes())
+
+    # ---- weights
+
+    def _weights(self, stage: Stage, phase: Phase) -> str:
+        """Buffer that holds the stage's weights in ``phase``."""
+        if self.layout.streamed(stage):
+            return f"gpu/weights/slot{self.slot_of.get((stage.id, phase), 0)}"
+        if not stage.is_block and self.layout.shared_vocabulary_slot:
+            return "gpu/weights/vocabulary"
+        return f"gpu/weights/{stage.id}"
+
+    def _schedule_uploads(self) -> None:
+        """Say after which window (position in the order of stages) each upload may be issued; -1 is the start."""
+        layout, depth = self.layout, self.plan.prefetch_depth
+        order: list[tuple[Stage, Phase]] = [(stage, "forward") for stage in layout.stages]
+        if self.training:
+            order += [(stage, "backward") for stage in reversed(layout.blocks)]
+        streamed = [(window, *use) for window, use in enumerate(order) if layout.streamed(use[0])]
+        slots = assign_slots([stage.id for _, stage, _ in streamed], layout.num_slots)
+        uploads: list[tuple[int, int, Stage, Phase]] = []
+        for (window, stage, phase), use in zip(streamed, slots, strict=True):
+            self.slot_of[stage.id, phase] = use.slot
+            if use.upload:
+                free = streamed[use.free_after][0] if use.free_after >= 0 else -1
+                uploads.append((max(free, window - depth - 1), window, stage, phase))
+        for window, stage in enumerate(layout.stages):
+            if not layout.streamed(stage) and layout.on_host(stage):
+                free = 0 if stage is layout.head and layout.shared_vocabulary_slot else -1
+                uploads.append((max(free, window - depth - 1), window, stage, "forward"))
+        for after, _, stage, phase in sorted(uploads, key=lambda upload: upload[:2]):
+            self.pending_uploads[max(after, -1)].append((stage, phase))
+
+    def _issue_uploads(self) -> None:
+        """Emit the uploads that may follow the window just finished, and go on to the next."""
+        for stage, phase in self.pending_uploads.pop(self.window, []):
+            self._emit(
+                f"load/{stage.id}/{phase}", "copy", "h2d", stage=stage.id, phase=phase,
+                num_bytes=stage.weight_bytes, reads=(f"host/weights/{stage.id}",),
+                writes=(self._weights(stage, phase),),
+            )  # fmt: skip
+        self.window += 1
+
+    # ---- forward
+
+    def _forward_pass(self) -> None:
+        self._issue_uploads()
+        for stage, after in zip(self.layout.stages[:-1], self.layout.stages[1:], strict=True):
+            for m in range(self.plan.accumulation):
+                self._forward(stage, after, m)
+            self._issue_uploads()
+
+    def _forward(self, stage: Stage, after: Stage, m: int) -> None:
+        layout, variant = self.layout, self.layout.variants[stage.id]
+        source = f"gpu/input/{stage.id}/{m}" if stage.is_block else "gpu/batch"
+        writes = [f"gpu/input/{after.id}/{m}"]
+        op_id = f"forward/{stage.id}/{m}"
+        outgoing = f"gpu/outgoing/slot{self.num_saves % (self.plan.d2h_lag + 1)}"
+        offloads = self.training and layout.offloaded_bytes(stage) > 0
+        if self.training and layout.kept_bytes(stage):
+            writes.append(f"gpu/saved/{stage.id}/{m}")
+            self._buffer(f"gpu/saved/{stage.id}/{m}", layout.kept_bytes(stage), op_id, f"backward/{stage.id}/{m}")
+        if offloads:
+            writes.append(outgoing)
+        self._emit(
+            op_id, "forward", "compute", stage=stage.id, phase="forward", micro_batch=m,
+            cost=("variant", stage.structure, variant.name, "forward"),
+            working_bytes=variant.working_forward_bytes,
+            reads=(source, self._weights(stage, "forward")), writes=tuple(writes),
+        )  # fmt: skip
+        last = self._last_use_of_input(after, m)
+        self._buffer(f"gpu/input/{after.id}/{m}", layout.hidden_bytes, op_id, last)
+        if offloads:
+            self._save(stage, m, outgoing)
+
+    def _last_use_of_input(self, stage: Stage, m: int) -> str:
+        if not stage.is_block:
+            return f"loss/{stage.id}/{m}"
+        kept = self.training and self.layout.choice(stage).input_tier == "gpu"
+        return f"{'backward' if kept else 'forward'}/{stage.id}/{m}"
+
+    def _save(self, stage: Stage, m: int, outgoing: str) -> None:
+        size = self.layout.offloaded_bytes(stage)
+        target = f"host/saved/{stage.id}/{m}"
+        self._buffer(target, size)
+        self._emit(
+            f"save/{stage.id}/{m}", "copy", "d2h", stage=stage.id, phase="forward", micro_batch=m,
+            num_bytes=size, reads=(outgoing,), writes=(target,),
+        )  # fmt: skip
+        self.num_saves += 1
+
+    # ---- head
+
+    def _head(self) -> None:
+        layout, stage = self.layout, self.layout.head
+        if self.training:
+            for _ in range(min(layout.num_slots, len(self.fetches))):
+                self._fetch_next()
+        for m in range(self.plan.accumulation):
+            self._loss(m)
+        if self.training:
+            self._gradient_leaves(stage)
+        else:
+            self._scale()
+        self._issue_uploads()
+
+    def _loss(self, m: int) -> None:
+        layout, stage = self.layout, self.layout.head
+        variant = layout.variants[stage.id]
+        op_id, phase = f"loss/head/{m}", "backward" if self.training else "forward"
+        reads = [f"gpu/input/head/{m}", "gpu/batch", self._weights(stage, "forward")]
+        writes = ["gpu/loss"]
+        if layout.tied:
+            reads.append(self._weights(layout.embed, "forward"))
+        if self.training:
+            writes += [f"gpu/hidden_grad/{m}", layout.accumulator(stage)]
+            writes += ["gpu/accumulator/shared"] if layout.tied else []
+            self._buffer(f"gpu/hidden_grad/{m}", layout.hidden_bytes, op_id, f"backward/embed/{m}")
+        self._emit(
+            op_id, "loss", "compute", stage=stage.id, phase="backward" if self.training else "forward", micro_batch=m,
+            cost=("variant", stage.structure, variant.name, phase),
+            working_bytes=variant.working_backward_bytes if self.training else variant.working_forward_bytes,
+            reads=tuple(reads), writes=tuple(writes),
+        )  # fmt: skip
+
+    # ---- backward
+
+    def _fetch_order(self) -> list[tuple[Stage, int]]:
+        blocks = reversed(self.layout.blocks)
+        return [(s, m) for s in blocks if self.layout.offloaded_bytes(s) for m in range(self.plan.accumulation)]
+
+    def _fetch_next(self) -> None:
+        if self.num_fetches == len(self.fetches):
+            return
+        stage, m = self.fetches[self.num_fetches]
+        self._emit(
+            f"fetch/{stage.id}/{m}", "copy", "h2d", stage=stage.id, phase="backward", micro_batch=m,
+            num_bytes=self.layout.offloaded_bytes(stage), reads=(f"host/saved/{stage.id}/{m}",),
+            writes=(self._fetched(self.num_fetches),),
+        )  # fmt: skip
+        self.num_fetches += 1
+
+    def _fetched(self, index: int) -> str:
+        return f"gpu/fetched/slot{index % self.layout.num_slots}"
+
+    def _backward_pass(self) -> None:
+        for stage in reversed(self.layout.blocks):
+            for m in range(self.plan.accumulation):
+                self._backward(stage, m)
+            self._gradient_leaves(stage)
+            self._issue_uploads()
+        self._backward_embed()
+
+    def _backward(self, stage: Stage, m: int) -> None:
+        layout, variant, choice = self.layout, self.layout.variants[stage.id], self.layout.choice(stage)
+        reads = [self._weights(stage, "backward")]
+        if choice.input_tier == "gpu":
+            reads.append(f"gpu/input/{stage.id}/{m}")
+        if layout.kept_bytes(stage):
+            reads.append(f"gpu/saved/{stage.id}/{m}")
+        fetched = layout.offloaded_bytes(stage) > 0
+        if fetched:
+            reads.append(self._fetched(self.fetch_index[stage.id, m]))
+        self._emit(
+            f"backward/{stage.id}/{m}", "backward", "compute", stage=stage.id, phase="backward", micro_batch=m,
+            cost=("variant", stage.structure, variant.name, "backward"),
+            working_bytes=variant.working_backward_bytes,
+            reads=tuple(reads), writes=(f"gpu/hidden_grad/{m}", self._gradient_target(stage)),
+        )  # fmt: skip
+        if fetched:
+            self._fetch_next()
+
+    def _backward_embed(self) -> None:
+        layout, stage = self.layout, self.layout.embed
+        variant, target = layout.variants[stage.id], layout.accumulator(stage)
+        for m in range(self.plan.accumulation):
+            self._emit(
+                f"backward/embed/{m}", "backward", "compute", stage=stage.id, phase="backward", micro_batch=m,
+                cost=("variant", stage.structure, variant.name, "backward"),
+                working_bytes=variant.working_backward_bytes,
+                reads=(f"gpu/hidden_grad/{m}", "gpu/batch"), writes=(target,),
+            )  # fmt: skip
+        if layout.tied:
+            self._emit(
+                "accumulate/embed", "accumulate", "compute", stage=stage.id, cost=("link", "gpu"),
+                num_bytes=3 * MASTER_BYTES * layout.elements(stage), reads=("gpu/accumulator/shared",),
+                writes=(target,),
+            )  # fmt: skip
+        self._gradient_leaves(stage)
+
+    def _gradient(self, stage: Stage) -> str:
+        """GPU buffer that holds the stage's finished gradient in the computing dtype."""
+        if not self.layout.on_host(stage):
+            return f"gpu/grads/{stage.id}"
+        if not stage.is_block:
+            return "gpu/grads/vocabulary"
+        return f"gpu/grads/slot{self.num_grads % (self.plan.d2h_lag + 1)}"
+
+    def _gradient_target(self, stage: Stage) -> str:
+        """GPU buffer that the stage's backward adds its gradient to."""
+        return self.layout.accumulator(stage) if self.layout.accumulates(stage) else self._gradient(stage)
+
+    def _gradient_leaves(self, stage: Stage) -> None:
+        """Round the finished gradient, take its norm and, for host state, send it there."""
+        layout, gradient = self.layout, self._gradient(stage)
+        accumulates = layout.accumulates(stage)
+        read_bytes = (MASTER_BYTES * layout.elements(stage) + stage.weight_bytes) if accumulates else 0
+        self._emit(
+            f"norm/{stage.id}", "norm", "compute", stage=stage.id, cost=("link", "gpu"),
+            num_bytes=read_bytes + stage.weight_bytes, reads=(self._gradient_target(stage),),
+            writes=("gpu/norms", gradient) if accumulates else ("gpu/norms",),
+        )  # fmt: skip
+        if layout.on_host(stage):
+            self._emit(
+                f"grads/{stage.id}", "copy", "d2h", stage=stage.id, num_bytes=stage.weight_bytes, reads=(gradient,),
+                writes=(f"host/grads/{stage.id}",),
+            )  # fmt: skip
+            self.num_grads += stage.is_block
+
+    # ---- update
+
+    def _scale(self) -> None:
+        """Loss, gradient norm and clip factor, three fp32 numbers, made on the GPU and sent to the host."""
+        reads = ("gpu/norms", "gpu/loss") if self.training else ("gpu/loss",)
+        self._emit("scale", "scale", "compute", reads=reads, writes=("gpu/scale",))
+        self._emit("scale/copy", "copy", "d2h", reads=("gpu/scale",), writes=("host/scale",), num_bytes=12)
+
+    def _updates(self) -> None:
+        self._scale()
+        for stage in self.layout.stages:
+            self._update(stage)
+
+    def _update(self, stage: Stage) -> None:
+        on_host = self.layout.on_host(stage)
+        place, processor = ("host", "cpu") if on_host else ("gpu", "gpu")
+        chunk = min(self.layout.elements(stage), GPU_UPDATE_CHUNK)
+        self._emit(
+            f"update/{stage.id}", "update", "cpu" if on_host else "compute", stage=stage.id,
+            cost=("update", processor, self.layout.choice(stage).state_format), num_params=stage.num_params,
+            working_bytes=0 if on_host else MASTER_BYTES * chunk,
+            reads=(f"{place}/grads/{stage.id}", f"{place}/scale"),
+            writes=(f"{place}/state/{stage.id}", f"{place}/weights/{stage.id}"),
+        )  # fmt: skip

@@ -1,0 +1,68 @@
+"""Random valid plans for any stages, for property tests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hypothesis import strategies as st
+
+from lazysched.schemas import Plan, SaveVariant, Stage, StagePlan, Timing, Update, variant_key
+
+NOT_TIMED = Timing(median_s=None, reason="synthetic")
+
+
+def variants_for(structure: str, input_bytes: int, saved_bytes: int) -> dict[str, SaveVariant]:
+    """The variants ``all`` and ``input`` of a block structure, without times."""
+    shared = {"forward": NOT_TIMED, "backward": NOT_TIMED, "working_forward_bytes": 10, "working_backward_bytes": 20}
+    full = {"input": input_bytes, "intermediates": saved_bytes}
+    variants = [
+        SaveVariant(name="all", saved=full, **shared),
+        SaveVariant(name="input", saved={"input": input_bytes}, **shared),
+    ]
+    return {variant_key(structure, variant.name): variant for variant in variants}
+
+
+def end_variants(structure: str) -> dict[str, SaveVariant]:
+    """The one variant of the embedding or the head."""
+    variant = SaveVariant(
+        name="all", saved={}, forward=NOT_TIMED, backward=NOT_TIMED, working_forward_bytes=5, working_backward_bytes=7
+    )
+    return {variant_key(structure, "all"): variant}
+
+
+@st.composite
+def stage_choices(draw: st.DrawFn, is_block: bool) -> StagePlan:
+    state = draw(st.sampled_from(["host", "gpu"]))
+    weights = "gpu" if state == "gpu" else draw(st.sampled_from(["host", "gpu"]))
+    if not is_block:
+        return StagePlan(weights=weights, state=state)
+    save = draw(st.sampled_from(["all", "input"]))
+    tier = st.sampled_from(["host", "gpu"])
+    saved_tiers = {"intermediates": draw(tier)} if save == "all" else {}
+    return StagePlan(weights=weights, state=state, save=save, saved_tiers=saved_tiers, input_tier=draw(tier))
+
+
+@st.composite
+def plans(
+    draw: st.DrawFn,
+    stages: Sequence[Stage],
+    variants: dict[str, SaveVariant],
+    *,
+    micro_batch: int,
+    accumulation: int,
+    seq_len: int,
+    compute_dtype: str = "float32",
+    clip_norm: float | None = 1.0,
+    loss_chunk_tokens: int = 16,
+) -> Plan:
+    """A valid plan whose placement decisions are random."""
+    return Plan.model_validate(
+        {
+            "model_id": "tiny", "hardware_id": "any", "compute_dtype": compute_dtype,
+            "batch_size": micro_batch * accumulation, "seq_len": seq_len, "micro_batch": micro_batch,
+            "accumulation": accumulation, "loss_chunk_tokens": loss_chunk_tokens,
+            "prefetch_depth": draw(st.integers(1, 3)), "d2h_lag": draw(st.integers(0, 2)),
+            "update": Update(clip_norm=clip_norm), "variants": variants, "budget_bytes": {},
+            "stages": {stage.id: draw(stage_choices(stage.is_block)) for stage in stages},
+        }
+    )  # fmt: skip

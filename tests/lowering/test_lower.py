@@ -1,0 +1,149 @@
+"""The program of a plan: its order, its dependencies, its buffers."""
+
+from __future__ import annotations
+
+import networkx as nx
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lazysched.errors import UsageError
+from lazysched.lower import lower
+from lazysched.schemas import Plan, Program, Stage, StagePlan
+from tests.lowering.plans import end_variants, plans, variants_for
+
+
+def model(num_blocks: int, tied: bool) -> list[Stage]:
+    vocabulary, block = {"embed.weight": (64, 8)}, {"w": (8, 8), "b": (8,)}
+    head = {"norm.weight": (8,)} | ({} if tied else {"head.weight": (64, 8)})
+    return [
+        Stage(id="embed", structure="E", params=vocabulary, weight_bytes=2048),
+        *(Stage(id=f"block.{i}", structure="B", params=block, weight_bytes=512) for i in range(num_blocks)),
+        Stage(
+            id="head", structure="H", params=head, weight_bytes=256 if tied else 2304, shares="embed" if tied else None
+        ),
+    ]
+
+
+VARIANTS = variants_for("B", 100, 400) | end_variants("E") | end_variants("H")
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[Plan, list[Stage]]:
+    stages = model(draw(st.integers(1, 6)), draw(st.booleans()))
+    plan = draw(plans(stages, VARIANTS, micro_batch=2, accumulation=draw(st.integers(1, 3)), seq_len=8))
+    return plan, stages
+
+
+def conflicts(program: Program) -> list[tuple[str, str, int]]:
+    """Every (earlier, later, distance) pair over two steps that touches one buffer, one of them writing."""
+    ops = list(program.ops.values())
+    unrolled = [(step, op) for step in (0, 1) for op in ops]
+    pairs = []
+    for position, (step, later) in enumerate(unrolled):
+        for earlier_step, earlier in unrolled[:position]:
+            touched = set(later.writes) & set(earlier.reads + earlier.writes) | set(later.reads) & set(earlier.writes)
+            if touched:
+                pairs.append((earlier.id, later.id, step - earlier_step))
+    return pairs
+
+
+@settings(max_examples=40, deadline=None)
+@given(cases())
+def test_every_conflict_is_ordered_by_edges_and_engine_order(case: tuple[Plan, list[Stage]]) -> None:
+    program = lower(*case)
+    order = nx.DiGraph()
+    ops = list(program.ops.values())
+    for step in (0, 1):
+        last: dict[str, str] = {}
+        for op in ops:
+            if op.engine in last:
+                order.add_edge((step, last[op.engine]), (step, op.id))
+            elif step == 1:
+                order.add_edge((0, [o.id for o in ops if o.engine == op.engine][-1]), (1, op.id))
+            last[op.engine] = op.id
+    for before, after, distance in program.edges:
+        for step in range(distance, 2):
+            order.add_edge((step - distance, before), (step, after))
+    assert nx.is_directed_acyclic_graph(order)
+    reachable = {node: nx.descendants(order, node) for node in order}
+    for before, after, distance in conflicts(program):
+        assert (distance, after) in reachable[(0, before)], (before, after, distance)
+
+
+@settings(max_examples=40, deadline=None)
+@given(cases())
+def test_lifetimes_cover_every_use(case: tuple[Plan, list[Stage]]) -> None:
+    program = lower(*case)
+    position = {op: index for index, op in enumerate(program.ops)}
+    for op in program.ops.values():
+        for buffer_id in op.reads + op.writes:
+            buffer = program.buffers[buffer_id]
+            assert buffer.alloc_at is None or position[buffer.alloc_at] <= position[op.id]
+            assert buffer.free_after is None or position[op.id] <= position[buffer.free_after]
+
+
+@settings(max_examples=40, deadline=None)
+@given(cases())
+def test_weights_are_in_place_whenever_a_block_runs(case: tuple[Plan, list[Stage]]) -> None:
+    plan, stages = case
+    held: dict[str, str] = {}
+    for op in lower(plan, stages).ops.values():
+        if op.id.startswith("load/"):
+            held[op.writes[0]] = op.stage or ""
+        elif (
+            op.kind in {"forward", "backward", "loss"}
+            and op.stage != "embed"
+            and plan.stages[op.stage or ""].state == "host"
+        ):
+            weights = next(b for b in op.reads if b.startswith("gpu/weights/"))
+            assert held[weights] == op.stage
+
+
+def test_blocks_at_the_turn_are_not_uploaded_again() -> None:
+    stages = model(6, tied=True)
+    choice = StagePlan(weights="host", state="host", save="input")
+    end = choice.model_copy(update={"save": "all"})
+    plan = Plan(
+        model_id="m", hardware_id="h", compute_dtype="bfloat16", batch_size=2, seq_len=8, micro_batch=2, accumulation=1,
+        loss_chunk_tokens=8, stages={s.id: choice if s.is_block else end for s in stages},
+        variants=VARIANTS, budget_bytes={},
+    )  # fmt: skip
+    uploads = [op for op in lower(plan, stages).ops if op.startswith("load/") and op.endswith("/backward")]
+    assert uploads == [f"load/block.{i}/backward" for i in (3, 2, 1, 0)]
+
+
+@pytest.mark.parametrize(
+    ("stage", "change", "message"),
+    [
+        ("block.0", {"weights": "nvme"}, "stages.block.0.weights: nvme is not executable"),
+        ("block.0", {"state_format": "hybrid8"}, "state_format: 'hybrid8' is not executable"),
+        ("block.0", {"segment": 2}, "segment: 2 is not executable"),
+        ("block.0", {"save": "half"}, "variant 'B:half' is not in the plan's variants"),
+        ("block.0", {"saved_tiers": {}}, "saved_tiers: names"),
+    ],
+)
+def test_decisions_that_cannot_be_executed_are_refused(stage: str, change: dict[str, object], message: str) -> None:
+    stages = model(2, tied=False)
+    choice = StagePlan(weights="host", state="host", save="all", saved_tiers={"intermediates": "gpu"})
+    end = StagePlan(weights="gpu", state="host")
+    choices = {s.id: choice if s.is_block else end for s in stages}
+    choices[stage] = choices[stage].model_copy(update=change)
+    plan = Plan(
+        model_id="m", hardware_id="h", compute_dtype="float32", batch_size=2, seq_len=8, micro_batch=2, accumulation=1,
+        loss_chunk_tokens=8, stages=choices, variants=VARIANTS, budget_bytes={},
+    )  # fmt: skip
+    with pytest.raises(UsageError, match=message):
+        lower(plan, stages)
+
+
+def test_a_plan_for_other_stages_is_refused() -> None:
+    stages = model(2, tied=True)
+    end = StagePlan(weights="gpu", state="host")
+    block = StagePlan(weights="host", state="host", save="input")
+    plan = Plan(
+        model_id="m", hardware_id="h", compute_dtype="float32", batch_size=2, seq_len=8, micro_batch=2, accumulation=1,
+        loss_chunk_tokens=8, stages={"embed": end, "block.0": block, "head": end}, variants=VARIANTS, budget_bytes={},
+    )  # fmt: skip
+    with pytest.raises(UsageError, match=r"'block\.1' is not in both"):
+        lower(plan, stages)
