@@ -11,8 +11,8 @@ import torch
 
 from lazysched.layout import Layout
 from lazysched.lower import lower
-from lazysched.runtime.buffers import SCALE_ELEMENTS, Buffers
 from lazysched.runtime.batch import Batch
+from lazysched.runtime.buffers import SCALE_ELEMENTS, Buffers
 from lazysched.runtime.engines import CudaEngines, Done, Engines, InlineEngines
 from lazysched.runtime.model import Model
 from lazysched.runtime.operations import Operations, StepContext

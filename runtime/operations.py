@@ -11,9 +11,9 @@ import torch
 
 from lazysched.errors import RunError
 from lazysched.layout import Layout
+from lazysched.runtime.batch import Batch
 from lazysched.runtime.blocks import BlockTemplate, add_gradients
 from lazysched.runtime.buffers import Buffers
-from lazysched.runtime.batch import Batch
 from lazysched.runtime.ends import Gradients
 from lazysched.runtime.flat import aligned, flat_views
 from lazysched.runtime.model import Model

@@ -1,4 +1,4 @@
-"""The update of a stage behind one interface: fp32 AdamW (Loshchilov and Hutter, arXiv 1711.05101), torch's fused kernel.
+"""The update of a stage behind one interface: fp32 AdamW (arXiv 1711.05101) by the fused kernel of torch.
 
 The gradient comes in the computing dtype with one factor for the whole step, which the update applies; no pass over
 gradients exists only for clipping.
