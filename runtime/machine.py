@@ -73,6 +73,11 @@ def peak_rss_bytes(root: Path = _ROOT) -> int:
     return int(match.group(1)) * 1024
 
 
+def reset_peak_rss() -> None:
+    """Let ``peak_rss_bytes`` start again from what is held now (Linux: writing 5 to ``clear_refs``)."""
+    Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
+
+
 def hardware_id(device: torch.device, root: Path = _ROOT) -> str:
     """Name of this machine as ``device`` sees it: readable, with a hash of what a measured time depends on.
 
@@ -133,3 +138,25 @@ def _cache_bytes(group: Path, files: _GroupFiles) -> int:
     lines = stat.read_text(encoding="utf-8").splitlines() if stat.is_file() else []
     counters = dict(line.split() for line in lines)
     return sum(int(counters.get(name, 0)) for name in files.cache)
+
+
+def context_bytes(device: torch.device) -> int:
+    """GPU memory in use that torch's allocator does not hold: the driver's context, and other processes."""
+    free_bytes, total_bytes = torch.cuda.mem_get_info(device)
+    return total_bytes - free_bytes - torch.cuda.memory_reserved(device)
+
+
+def configure_allocator(device: torch.device, budget_bytes: int | None = None) -> None:
+    """Let torch's allocator grow its segments in place, which keeps fragmentation low, and hold it to a budget.
+
+    Args:
+        device: nothing happens unless it is a CUDA device.
+        budget_bytes: most bytes that this process may take on the GPU, the driver's context included.
+    """
+    if device.type != "cuda":
+        return
+    torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+    if budget_bytes is not None:
+        total_bytes = torch.cuda.mem_get_info(device)[1]
+        share = (budget_bytes - context_bytes(device)) / total_bytes
+        torch.cuda.set_per_process_memory_fraction(min(1.0, max(share, 0.0)), device)
