@@ -30,15 +30,15 @@ WARMUP_RATIO = 0.1
 NUM_TRAIN_ROWS = 400
 NUM_HELD_OUT_ROWS = 40
 SEED = 42
-MAX_ROW_CHARACTERS = 700
-"""Question and answer together; about 230 tokens, so that no row is cut at ``SEQ_LEN``."""
+MAX_ROW_CHARACTERS = 560
+"""Question and answer together: with the chat template no more than ``SEQ_LEN`` tokens, so that no row is cut."""
 
 
 def run_quickstart(output_dir: Path, *, device: str | None, console: Console) -> TrainResult:
     """Make data, profile, solve and train into ``output_dir``, telling ``console`` about each step.
 
     Args:
-        output_dir: made if absent; gets ``train.jsonl``, ``held_out.jsonl``, ``profile.json``, ``plan.json``, ``model/``.
+        output_dir: made if absent; gets the data, ``profile.json``, ``plan.json`` and the folder ``model``.
         device: ``cuda`` or ``cpu``; null takes the GPU if there is one.
         console: where to print.
 
