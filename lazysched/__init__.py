@@ -2,8 +2,10 @@
 
     import lazysched
 
-    profile = lazysched.profile("model-folder", seq_len=1024, micro_batches=[1, 2, 4])
-    solution = lazysched.solve(profile, batch_size=32)
+    profile = lazysched.profile(
+        "model-folder", device=None, dtype=None, seq_len=1024, micro_batches=[1, 2, 4], storage_dir=None
+    )
+    solution = lazysched.solve(profile, batch_size=32, gpu_memory_bytes=24 * 10**9, host_memory_bytes=None)
     lazysched.train(solution.plan, model="model-folder", data="data.jsonl", output_dir="out")
 
 Names load on first use, so that ``import lazysched`` loads neither torch nor transformers nor PuLP.

@@ -21,6 +21,8 @@ from lazysched.errors import LazyschedError, UsageError
 from lazysched.schemas import Plan, Profile
 from lazysched.units import parse_bytes
 
+INTERRUPTED = 130
+
 app = typer.Typer(
     name="lazysched",
     help="Full fine-tuning of a language model on one GPU whose memory is too small for it.",
@@ -48,8 +50,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _report(str(error), error.exit_code)
     except TyperException as error:
         return _report(f"{error.format_message()}; see --help of the command", error.exit_code)
-    except (KeyboardInterrupt, typer.Abort):
-        return _report("interrupted", 130)
+    # typer turns Ctrl-C into the code 130, or into Abort where it asked something.
+    except typer.Abort:
+        code = INTERRUPTED
+    if code == INTERRUPTED:
+        return _report("interrupted", INTERRUPTED)
     return code if isinstance(code, int) else 0
 
 
@@ -60,7 +65,7 @@ def entry_point() -> None:
 
 def _report(message: str, exit_code: int) -> int:
     """Show ``message`` on one line, whatever whitespace it holds."""
-    print(f"error: {' '.join(message.split())}" if message else "error", file=sys.stderr)
+    print(f"error: {' '.join(message.split())}", file=sys.stderr)
     return exit_code
 
 
@@ -127,15 +132,18 @@ def solve(
     """Find the fastest plan that fits the memory."""
     _require_folder_of(output)
     measured = Profile.load(profile_file)
+    gpu_memory_bytes = None if gpu_memory is None else parse_bytes(gpu_memory, "--gpu-memory")
+    host_memory_bytes = None if host_memory is None else parse_bytes(host_memory, "--host-memory")
+    nvme_bytes = parse_bytes(nvme, "--nvme")
     from lazysched.solver import solve as find_plan
     from lazysched.solver.report import print_solution
 
     solution = find_plan(
         measured,
         batch_size=batch_size,
-        gpu_memory_bytes=None if gpu_memory is None else parse_bytes(gpu_memory, "--gpu-memory"),
-        host_memory_bytes=None if host_memory is None else parse_bytes(host_memory, "--host-memory"),
-        nvme_bytes=parse_bytes(nvme, "--nvme"),
+        gpu_memory_bytes=gpu_memory_bytes,
+        host_memory_bytes=host_memory_bytes,
+        nvme_bytes=nvme_bytes,
         max_grad_norm=max_grad_norm or None,
         time_limit_s=time_limit,
         gap=gap,

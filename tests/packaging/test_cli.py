@@ -80,7 +80,7 @@ def refused(capsys: pytest.CaptureFixture[str], arguments: list[str], exit_code:
         (["solve", "absent.json", "--batch-size", "2", "-o", "p.json"], "absent.json: no such file"),
         (["solve", "profile.json", "-o", "p.json"], "--batch-size"),
         (["solve", "profile.json", "--batch-size", "0", "-o", "p.json"], "--batch-size"),
-        (["solve", "profile.json", "--batch-size", "2", "--gpu-memory", "lots", "-o", "p.json"], "--gpu-memory: 'lots'"),
+        (["solve", "profile.json", "--batch-size", "2", "--nvme", "lots", "-o", "p.json"], "--nvme: 'lots'"),
         (["solve", "profile.json", "--batch-size", "2", "-o", "absent/p.json"], "folder absent does not exist"),
         (["profile", "model", "-o", "."], "is a folder"),
         ([*TRAIN, "--plan", "absent.json"], "absent.json: no such file"),

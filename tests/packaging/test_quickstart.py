@@ -36,7 +36,7 @@ def test_data_are_the_same_every_time(tmp_path: Path) -> None:
 
 def test_an_output_that_is_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "taken").write_text("", encoding="utf-8")
-    with pytest.raises(UsageError, match="--output-dir: .*taken: cannot be written"):
+    with pytest.raises(UsageError, match=r"--output-dir: .*taken: cannot be written"):
         quickstart.write_data(tmp_path / "taken")
 
 
