@@ -155,7 +155,10 @@ def configure_allocator(device: torch.device, budget_bytes: int | None = None) -
     """
     if device.type != "cuda":
         return
-    torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+    if hasattr(torch._C, "_accelerator_setAllocatorSettings"):  # torch 2.11 moved it here
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+    else:
+        torch.cuda.memory._set_allocator_settings("expandable_segments:True")
     if budget_bytes is not None:
         total_bytes = torch.cuda.mem_get_info(device)[1]
         share = (budget_bytes - context_bytes(device)) / total_bytes
