@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import huggingface_hub.errors
 import pytest
@@ -262,7 +263,8 @@ def test_a_real_gguf_file_is_converted_once(smollm2: Path, tmp_path: Path, monke
     assert resolve_model(str(smollm2), cache_dir=tmp_path).weight_files == source.weight_files
 
     tokenizer = AutoTokenizer.from_pretrained(source.config_dir)
-    model, report = AutoModelForCausalLM.from_pretrained(source.config_dir, output_loading_info=True)
+    result: Any = AutoModelForCausalLM.from_pretrained(source.config_dir, output_loading_info=True)
+    model, report = result
     assert not report["missing_keys"]
     question = tokenizer.apply_chat_template(
         [{"role": "user", "content": "What is the capital of France?"}], add_generation_prompt=True, return_tensors="pt"
