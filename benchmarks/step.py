@@ -16,7 +16,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -120,9 +120,7 @@ def measure(
         torch.cuda.empty_cache()
     machine.configure_allocator(device, plan.budget_bytes.get("gpu"))
     limit = machine.host_memory()[1]
-    with Session(
-        plan, config, device, settings=AdamWSettings(), max_grad_norm=1.0, host_limit_bytes=limit
-    ) as session:
+    with Session(plan, config, device, settings=AdamWSettings(), max_grad_norm=1.0, host_limit_bytes=limit) as session:
         session.initialise(seed=0)
         if on_gpu:
             torch.cuda.synchronize()

@@ -153,7 +153,9 @@ def _check_numbers(
     }
     values = dict(zip(wrong, (max_steps, epochs, learning_rate, warmup_ratio, max_grad_norm, logging), strict=True))
     for name in (name for name, is_wrong in wrong.items() if is_wrong):
-        allowed = {"warmup_ratio": "between 0 and 1", "learning_rate": "0 or more", "max_grad_norm": "0 or more"}.get(name, "above 0")
+        allowed = {"warmup_ratio": "between 0 and 1", "learning_rate": "0 or more", "max_grad_norm": "0 or more"}.get(
+            name, "above 0"
+        )
         raise UsageError(f"{name}: {values[name]} is out of range; give a number {allowed}")
 
 
