@@ -138,16 +138,18 @@ def _word_problems(num_rows: int) -> list[dict[str, str]]:
 def comparison_table(result: TrainResult) -> Table:
     """Predicted beside measured: step time, peak memory of each tier, held-out loss before and after."""
     table = Table("", "predicted", "measured", title="quickstart")
-    predicted_step = "-" if result.predicted_step_s is None else format_seconds(result.predicted_step_s)
-    table.add_row("step time", predicted_step, format_seconds(result.measured_step_s))
-    predicted_peaks = result.predicted_peak_bytes or {}
+    table.add_row("step time", _time(result.predicted_step_s), _time(result.measured_step_s))
     for tier, num_bytes in result.peak_bytes.items():
-        predicted = format_bytes(predicted_peaks[tier]) if tier in predicted_peaks else "-"
-        table.add_row(f"{tier} memory", predicted, format_bytes(num_bytes))
+        planned = result.predicted_peak_bytes.get(tier)
+        table.add_row(f"{tier} memory", "-" if planned is None else format_bytes(planned), format_bytes(num_bytes))
     table.add_section()
     table.add_row("", "before", "after")
     table.add_row("held-out loss", _loss(result.held_out_loss_before), _loss(result.held_out_loss_after))
     return table
+
+
+def _time(seconds: float | None) -> str:
+    return "-" if seconds is None else format_seconds(seconds)
 
 
 def _loss(value: float | None) -> str:
