@@ -57,6 +57,20 @@ def device_memory(device: torch.device) -> tuple[int, int]:
     return total_bytes, free_bytes
 
 
+def configure_allocator(device: torch.device) -> None:
+    """Let torch's GPU allocator grow its segments, which wastes least where sizes vary; nothing to do on a CPU.
+
+    To be called before the first allocation on the device.
+    """
+    if device.type != "cuda":
+        return
+    settings = "expandable_segments:True"
+    if hasattr(torch._C, "_accelerator_setAllocatorSettings"):
+        torch._C._accelerator_setAllocatorSettings(settings)
+    else:  # older torch has it under this name alone, newer ones warn of it
+        torch.cuda.memory._set_allocator_settings(settings)
+
+
 def rss_bytes() -> int:
     """Bytes of physical memory that this process holds now."""
     return int(psutil.Process().memory_info().rss)
