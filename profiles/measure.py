@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import platform
 from collections.abc import Sequence
@@ -176,6 +177,7 @@ def _context_bytes(device: torch.device) -> int:
     """
     if device.type != "cuda":
         return 0
+    gc.collect()  # modules of transformers refer to each other
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     return context_bytes(device) + torch.cuda.memory_allocated(device)

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from tests.runtime.tiny import llama
 
-WORDS = ["what", "is", "plus", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "the", "answer", "user", "assistant"]
+WORDS = "what is plus one two three four five six seven eight nine ten the answer user assistant".split()  # noqa: SIM905
 TEMPLATE = (
     "{% for message in messages %}<s> {{ message['role'] }} {{ message['content'] }} </s> {% endfor %}"
     "{% if add_generation_prompt %}<s> assistant {% endif %}"
