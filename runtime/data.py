@@ -218,7 +218,7 @@ class Batches:
 
     def num_steps(self, epochs: float) -> int:
         """Steps until every row was seen ``epochs`` times, at least one."""
-        # Rounded, or 1.1 epochs of 10 rows would be 12 rows.
+        # Rounded, or 0.07 epochs of 100 rows would be 8 rows: the product is 7.000000000000001.
         num_rows = round(epochs * len(self._examples), 6)
         return max(1, math.ceil(num_rows / self._batch_size))
 

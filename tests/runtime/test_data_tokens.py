@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
@@ -81,8 +81,9 @@ class TestTemplate:
         tokenizer = make_tokenizer(tiny.WITHOUT_MARKS)
         assert trained(tokenizer, conversation("hi", "yes")) == ["assistant: yes\n</s>"]
 
-    def test_conversation_that_ends_with_the_user_gets_no_end(self) -> None:
-        row = encode(make_tokenizer(tiny.CHAT), conversation("hi", "yes", "bye"))
+    @pytest.mark.parametrize("template", [tiny.CHAT, tiny.WITHOUT_MARKS])
+    def test_conversation_that_ends_with_the_user_gets_no_end(self, template: str) -> None:
+        row = encode(make_tokenizer(template), conversation("hi", "yes", "bye"))
         assert tiny.SPECIAL.index("</s>") not in row.input_ids
 
     def test_without_an_assistant_nothing_is_trained(self) -> None:
@@ -118,6 +119,7 @@ class TestTemplate:
         with pytest.raises(UsageError, match="first message is the assistant's"):
             encode(make_tokenizer(tiny.CHAT), Conversation(({"role": "assistant", "content": "yes"},)))
 
+    @settings(deadline=None)
     @given(st.lists(st.text(st.characters(min_codepoint=32, max_codepoint=126), min_size=1), min_size=2, max_size=6))
     def test_any_conversation(self, contents: list[str]) -> None:
         contents = [content.replace("<", "(") for content in contents[: len(contents) // 2 * 2]]
@@ -174,11 +176,8 @@ def test_rows_keep_their_order_and_number_across_chunks() -> None:
     tokenizer = make_tokenizer(tiny.CHAT)
     texts: list[TrainingText] = [PlainText(f"{i}", "a") if i % 3 else conversation(f"{i}", "a") for i in range(1100)]
     decoded = [tokenizer.decode(row.input_ids) for row in Encoder(tokenizer, "rows.json").encode(texts)]
-    numbers = [re.findall(r"\d+", text) for text in decoded]
-    assert numbers[1] == ["1"]
-    assert [int(found[0]) for found in (re.findall(r"\d+", text.removesuffix("a</s>")) for text in decoded)] == list(
-        range(1100)
-    )
+    numbers = [re.findall(r"\d+", text)[0] for text in decoded]
+    assert numbers == [str(i) for i in range(1100)]
     texts[1050] = Conversation(({"role": "assistant", "content": "a"},))
     with pytest.raises(UsageError, match="row 1051:"):
         list(Encoder(tokenizer, "rows.json").encode(texts))
