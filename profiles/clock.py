@@ -20,9 +20,11 @@ from lazysched.schemas import Rate, Timing
 
 T = TypeVar("T")
 
-MIN_REPEATS, MAX_REPEATS = 3, 20
+MAX_REPEATS = 20
 TARGET_S = 0.5
-"""Time to spend on the repeats of one figure, once ``MIN_REPEATS`` are done."""
+"""Time to spend on the repeats of one figure."""
+PATIENCE_S = 2.0
+"""Three repeats may take so long; where they would take longer there are two."""
 
 
 class Stopwatch(Protocol):
@@ -100,7 +102,8 @@ def num_repeats(once_s: float, asked: int | None, target_s: float = TARGET_S) ->
     """How often to repeat what takes ``once_s``: as often as asked, else for about ``target_s`` within limits."""
     if asked is not None:
         return asked
-    return max(MIN_REPEATS, min(MAX_REPEATS, int(target_s / max(once_s, 1e-9))))
+    fewest = 3 if 3 * once_s <= PATIENCE_S else 2
+    return max(fewest, min(MAX_REPEATS, int(target_s / max(once_s, 1e-9))))
 
 
 def durations_of(

@@ -8,7 +8,7 @@ import platform
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal, cast, get_args
 
 import torch
 import transformers
@@ -122,14 +122,11 @@ class _Profiling:
 
     def _measure_micro_batches(self) -> None:
         for micro_batch in self.settings.micro_batches:
-            try:
-                measured = self._measure_stages(micro_batch)
-            except torch.OutOfMemoryError:
+            measured = self._measure_stages(micro_batch)
+            _free_memory(self.device)
+            if measured is None:
                 self.notes[f"micro_batch.{micro_batch}"] = "left out: its stages do not fit the GPU's memory"
                 continue
-            finally:
-                if self.device.type == "cuda":
-                    torch.cuda.empty_cache()
             for structure, variants in measured.variants.items():
                 self.variants.setdefault(structure, {})[micro_batch] = variants
             if measured.peak_bytes > self.peak_bytes:
@@ -140,11 +137,22 @@ class _Profiling:
                 f"fit the GPU's memory; use a smaller --micro-batch or --seq-len"
             )
 
-    def _measure_stages(self, micro_batch: int) -> StageMeasurements:
+    def _measure_stages(self, micro_batch: int) -> StageMeasurements | None:
+        """Figures of one micro-batch, None where the GPU is too small for it."""
         settings = self.settings
-        model = Model(self.config, settings.dtype, self.device, micro_batch=micro_batch, seq_len=settings.seq_len)
-        self.model_id, self.stages = model.model_id, model.stages
-        return measure_stages(model, micro_batch, settings.seq_len, settings.chunk_tokens, settings.repeats)
+        try:
+            model = Model(self.config, settings.dtype, self.device, micro_batch=micro_batch, seq_len=settings.seq_len)
+            self.model_id, self.stages = model.model_id, model.stages
+            return measure_stages(model, micro_batch, settings.seq_len, settings.chunk_tokens, settings.repeats)
+        except torch.OutOfMemoryError:
+            return None
+
+
+def _free_memory(device: torch.device) -> None:
+    """Let go what the last model bound: modules refer to each other in circles, so it takes a collection."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def _checked(
@@ -156,10 +164,7 @@ def _checked(
     if device == "cuda" and not torch.cuda.is_available():
         raise UsageError("device: 'cuda' is not available to this torch; use --device cpu")
     chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    if dtype is None:
-        dtype = "bfloat16" if chosen.type == "cuda" else "float32"
-    if dtype not in get_args(Dtype):
-        raise UsageError(f"dtype: {dtype!r} is not known; use {' or '.join(get_args(Dtype))}")
+    default = "bfloat16" if chosen.type == "cuda" else "float32"
     if not micro_batches:
         raise UsageError("micro_batches: none given; name at least one number of rows")
     numbers = {"seq_len": seq_len, "loss_chunk_tokens": chunk_tokens, "micro_batches": min(micro_batches)}
@@ -167,7 +172,13 @@ def _checked(
         if value < 1:
             raise UsageError(f"{field}: {value} is not positive; use 1 or more")
     rows = tuple(sorted(set(micro_batches)))
-    return _Settings(chosen, dtype, seq_len, rows, chunk_tokens, check_folder(storage_dir), repeats)  # type: ignore[arg-type]
+    return _Settings(chosen, _dtype(dtype or default), seq_len, rows, chunk_tokens, check_folder(storage_dir), repeats)
+
+
+def _dtype(name: str) -> Dtype:
+    if name not in get_args(Dtype):
+        raise UsageError(f"dtype: {name!r} is not known; use {' or '.join(get_args(Dtype))}")
+    return cast(Dtype, name)
 
 
 def _context_bytes(device: torch.device) -> int:
@@ -177,9 +188,8 @@ def _context_bytes(device: torch.device) -> int:
     """
     if device.type != "cuda":
         return 0
-    gc.collect()  # modules of transformers refer to each other
     torch.cuda.synchronize(device)
-    torch.cuda.empty_cache()
+    _free_memory(device)
     return context_bytes(device) + torch.cuda.memory_allocated(device)
 
 

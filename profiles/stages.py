@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -82,7 +83,6 @@ class _Measuring:
         embed, head = self.model.stages[0], self.model.stages[-1]
         hidden_shape, embed_pass = self._embed_pass(embed)
         variants = {embed.structure: [self._variant("all", {}, embed_pass)]}
-        del embed_pass  # and with it the embedding's weights
         for stage in self._representatives():
             variants[stage.structure] = [self._block_variant(stage, hidden_shape, keep) for keep in (True, False)]
         variants[head.structure] = [self._variant("all", {}, self._head_pass(embed, head, hidden_shape))]
@@ -121,7 +121,6 @@ class _Measuring:
         accumulator = self._accumulator(stage)
         hidden = random_normal(hidden_shape, self.model.dtype, self.device)
         output_grad = random_normal(hidden_shape, self.model.dtype, self.device, OUTPUT_GRAD_SCALE)
-        saved = {"input": aligned(hidden.nbytes)}
 
         def forward() -> tuple[torch.Tensor, Saved]:
             template.bind(weights, stage)
@@ -133,6 +132,7 @@ class _Measuring:
             add_gradients(self._views(accumulator, stage), grads, first=False)
             return hidden_grad
 
+        saved = {"input": aligned(hidden.nbytes)}
         if keep:
             saved["intermediates"] = forward()[1].kept.intermediate_bytes
         block_pass = Pass(forward, backward, lambda kept: kept[0].nbytes + sum(kept[1].kept.sizes))
@@ -188,7 +188,7 @@ class _Measuring:
         forward, backward = stopwatch(self.device), stopwatch(self.device)
         for _ in range(num_repeats(once_s, self.repeats)):
             kept = forward.lap(stage_pass.forward)
-            backward.lap(lambda kept=kept: stage_pass.backward(kept))
+            backward.lap(partial(stage_pass.backward, kept))
             del kept
         return SaveVariant(
             name=name, saved=saved, forward=timing(forward.durations_s()), backward=timing(backward.durations_s()),
