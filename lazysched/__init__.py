@@ -1,1 +1,1 @@
-"""lazysched."""
+"""Full fine-tuning of language models larger than GPU memory, as a scheduling problem."""

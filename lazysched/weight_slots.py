@@ -34,19 +34,19 @@ def assign_slots(uses: Sequence[str], num_slots: int) -> list[SlotUse]:
         if stage in held:
             slot, upload = held.index(stage), False
         else:
-            slot, upload = _farthest(held, uses, position), True
+            slot, upload = _farthest(held, last_use, uses, position), True
         result.append(SlotUse(slot, upload, last_use[slot]))
         held[slot], last_use[slot] = stage, position
     return result
 
 
-def _farthest(held: Sequence[str | None], uses: Sequence[str], position: int) -> int:
-    """The slot whose content is needed last, an empty one first."""
+def _farthest(held: Sequence[str | None], last_use: Sequence[int], uses: Sequence[str], position: int) -> int:
+    """The slot whose content is needed last; of several that are not needed, the one free for longest."""
 
     def next_use(slot: int) -> int:
         stage = held[slot]
         if stage is None:
-            return len(uses) + 1
+            return len(uses)
         return next((k for k in range(position, len(uses)) if uses[k] == stage), len(uses))
 
-    return max(range(len(held)), key=lambda slot: (next_use(slot), -slot))
+    return max(range(len(held)), key=lambda slot: (next_use(slot), -last_use[slot], -slot))

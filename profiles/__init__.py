@@ -1,1 +1,1 @@
-"""placeholder"""
+"""Measures machine and model, and ships hardware profiles."""

@@ -1,1 +1,1 @@
-"""placeholder"""
+"""Model store, executor, optimizer, data, training loop, checkpoints. Never imports PuLP."""

@@ -1,0 +1,243 @@
+"""Tensors between safetensors files and flat host buffers, without a second copy of the model.
+
+Reading goes slice by slice from the mapped file into the buffer; writing goes shard by shard into a folder that
+``from_pretrained`` loads.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import os
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from transformers import PretrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from lazysched.errors import RunError, UsageError
+from lazysched.runtime.folders import foreign_entry, new_folder
+from lazysched.units import format_bytes
+
+SLICE_BYTES = 64_000_000
+"""Bytes copied at a time, and bytes of files kept mapped: the resident set grows by no more while loading."""
+MAX_SHARD_BYTES = 1_000_000_000
+_STORED_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+"""Stored types that are plain numbers; every other one needs scales that only a quantiser's own code knows."""
+_COPIED_FILES = (
+    "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+    "vocab.json", "merges.txt", "vocab.txt", "*.model", "*.tiktoken", "chat_template.jinja", "chat_template.json",
+)  # fmt: skip
+"""What goes with a model unchanged: its tokenizer, its chat template and how it generates."""
+
+
+class TensorReader:
+    """Reads tensors of a checkpoint straight into buffers; a context manager that closes the files."""
+
+    def __init__(self, files: Mapping[str, Path]) -> None:
+        """Read from ``files``: tensor name -> the safetensors file that holds it."""
+        self._files = files
+        self._open: dict[Path, Any] = {}
+        self._touched_bytes = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Unmap the files; the next read opens them again."""
+        self._open.clear()
+        self._touched_bytes = 0
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a stored tensor.
+
+        Raises:
+            UsageError: the checkpoint lacks it.
+        """
+        return tuple(self._slices(name).get_shape())
+
+    def read_into(self, name: str, destination: torch.Tensor) -> None:
+        """Copy tensor ``name`` into ``destination``, converting between float types on the way.
+
+        Args:
+            name: the tensor's name in the checkpoint.
+            destination: same shape, any float dtype; usually a view in a host buffer.
+
+        Raises:
+            UsageError: the tensor is missing, quantised, or of another shape.
+        """
+        slices = self._slices(name)
+        shape, stored = tuple(slices.get_shape()), slices.get_dtype()
+        if shape != tuple(destination.shape):
+            raise UsageError(
+                f"{self._files[name]}: {name}: shape {shape} does not fit {tuple(destination.shape)}, which config.json"
+                f" asks for; use the config.json of these weights"
+            )
+        if stored not in _STORED_BYTES:
+            raise UsageError(
+                f"{self._files[name]}: {name}: stored as {stored}, and quantised weights cannot be trained; "
+                f"use the model's float16, bfloat16 or float32 checkpoint"
+            )
+        del slices  # it would keep the file mapped
+        if not shape:
+            destination.copy_(self._slices(name)[...])
+            return
+        row_bytes = max(1, math.prod(shape[1:]) * _STORED_BYTES[stored])
+        num_rows = max(1, SLICE_BYTES // row_bytes)
+        for start in range(0, shape[0], num_rows):
+            stop = min(start + num_rows, shape[0])
+            self._make_room((stop - start) * row_bytes)
+            destination[start:stop].copy_(self._slices(name)[start:stop])
+
+    def _slices(self, name: str) -> Any:
+        path = self._files.get(name)
+        if path is None:
+            raise UsageError(f"{name}: missing in the checkpoint; use the weights that belong to this config.json")
+        if path not in self._open:
+            self._open[path] = open_safetensors(path)
+        return self._open[path].get_slice(name)
+
+    def _make_room(self, num_bytes: int) -> None:
+        """Pages of a mapped file stay in the resident set until it is unmapped, so unmap once in a while."""
+        if self._touched_bytes + num_bytes > SLICE_BYTES:
+            self.close()
+        self._touched_bytes += num_bytes
+
+
+def read_tensor_into(files: Mapping[str, Path], name: str, destination: torch.Tensor) -> None:
+    """Copy one tensor; see ``TensorReader.read_into``, which keeps files open for several."""
+    with TensorReader(files) as reader:
+        reader.read_into(name, destination)
+
+
+def open_safetensors(path: Path) -> Any:
+    """Map a safetensors file; its header is checked against its length.
+
+    Raises:
+        UsageError: no such file, not readable, truncated or damaged.
+    """
+    try:
+        return safe_open(path, framework="pt")
+    except SafetensorError as error:
+        raise UsageError(f"{path}: safetensors file is truncated or damaged ({error}); download it again") from None
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be read ({error.strerror or error}); check the path and its rights") from None
+
+
+def check_output_dir(output_dir: Path, num_bytes: int = 0) -> None:
+    """Refuse, before any work is done, a folder that ``write_folder`` could not write.
+
+    Args:
+        output_dir: the folder to be written.
+        num_bytes: bytes that will be written; the old contents are kept until the new ones are complete.
+
+    Raises:
+        UsageError: the parent does not exist or is not writable, the folder holds files of others, is a file or a
+            mount point, or the disk is too full.
+    """
+    target = output_dir.resolve()
+    if not target.parent.is_dir():
+        raise UsageError(f"{output_dir}: the folder {target.parent} does not exist; make it or name another")
+    if not os.access(target.parent, os.W_OK | os.X_OK):
+        raise UsageError(f"{output_dir}: the folder {target.parent} is not writable; name one that is")
+    if target.exists() and not target.is_dir():
+        raise UsageError(f"{output_dir}: is a file; name a folder that is new or empty")
+    if target.is_mount():
+        raise UsageError(f"{output_dir}: is a mount point, which cannot be replaced whole; name a folder inside it")
+    stranger = foreign_entry(target) if target.is_dir() else None
+    if stranger is not None:
+        raise UsageError(
+            f"{output_dir}: holds {stranger!r}, which lazysched did not write; name a folder that is new or empty"
+        )
+    free_bytes = shutil.disk_usage(target.parent).free
+    if free_bytes < num_bytes:
+        raise UsageError(
+            f"{output_dir}: {format_bytes(num_bytes)} will be written and {format_bytes(free_bytes)} are free; "
+            f"free disk space or name a folder on another disk"
+        )
+
+
+def write_folder(
+    output_dir: Path,
+    config: PretrainedConfig,
+    tensors: Sequence[tuple[str, tuple[int, ...]]],
+    fetch: Callable[[str], torch.Tensor],
+    dtype: torch.dtype,
+    source_dir: Path | None = None,
+    extra_files: Mapping[str, str] | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> None:
+    """Write a Hugging Face folder: all of it, or nothing.
+
+    Args:
+        output_dir: missing, empty, or written by this function before; its parent exists.
+        config: written with ``dtype``; the caller's object is left alone.
+        tensors: (name, shape) in the order of writing. Tied weights are named once.
+        fetch: name -> contiguous CPU tensor of that shape and ``dtype``. It must hold its values until its shard is
+            written; views into the store cost no memory.
+        dtype: of all tensors.
+        source_dir: where tokenizer, chat template and generation_config.json are copied from, if they are there.
+        extra_files: file name -> text, to be put beside the model.
+        max_shard_bytes: size of one weight file; a larger tensor gets a file of its own.
+
+    Raises:
+        UsageError: ``output_dir`` cannot be used; see ``check_output_dir``.
+        RunError: writing failed, for example because the disk is full.
+    """
+    num_bytes = sum(math.prod(shape) for _, shape in tensors) * dtype.itemsize
+    check_output_dir(output_dir, num_bytes)
+    with new_folder(output_dir) as folder:
+        _write_config(folder, config, dtype)
+        for pattern in _COPIED_FILES if source_dir is not None else ():
+            for path in Path(source_dir or "").glob(pattern):
+                shutil.copyfile(path, folder / path.name)
+        for name, text in (extra_files or {}).items():
+            (folder / name).write_text(text, encoding="utf-8")
+        _write_weights(folder, _shards(tensors, dtype.itemsize, max_shard_bytes), fetch, num_bytes)
+
+
+def _shards(tensors: Sequence[tuple[str, tuple[int, ...]]], element_bytes: int, max_bytes: int) -> list[list[str]]:
+    """Names per file, filled in order."""
+    shards: list[list[str]] = [[]]
+    used_bytes = 0
+    for name, shape in tensors:
+        num_bytes = math.prod(shape) * element_bytes
+        if shards[-1] and used_bytes + num_bytes > max_bytes:
+            shards.append([])
+            used_bytes = 0
+        shards[-1].append(name)
+        used_bytes += num_bytes
+    return shards
+
+
+def _write_weights(folder: Path, shards: list[list[str]], fetch: Callable[[str], torch.Tensor], num_bytes: int) -> None:
+    weight_map: dict[str, str] = {}
+    for i, names in enumerate(shards, start=1):
+        file = "model.safetensors" if len(shards) == 1 else f"model-{i:05d}-of-{len(shards):05d}.safetensors"
+        try:
+            save_file({name: fetch(name) for name in names}, folder / file, metadata={"format": "pt"})
+        except SafetensorError as error:  # how the writer reports a full disk
+            raise RunError(f"{folder / file}: cannot be written ({error}); free disk space") from error
+        weight_map.update(dict.fromkeys(names, file))
+    if len(shards) > 1:
+        index = {"metadata": {"total_size": num_bytes}, "weight_map": weight_map}
+        text = json.dumps(index, indent=1) + "\n"
+        (folder / "model.safetensors.index.json").write_text(text, encoding="utf-8")
+
+
+def _write_config(folder: Path, config: PretrainedConfig, dtype: torch.dtype) -> None:
+    written = copy.deepcopy(config)
+    written.dtype = dtype
+    if not written.architectures and written.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        # Inference servers choose the model's class by this entry, which a config made by hand often lacks.
+        written.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[written.model_type]]
+    written.save_pretrained(folder)

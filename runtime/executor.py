@@ -1,0 +1,118 @@
+"""The executor: walks a program and hands its operations to the engines. It decides nothing."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from lazysched.layout import Layout
+from lazysched.lower import lower
+from lazysched.runtime.batch import Batch
+from lazysched.runtime.buffers import SCALE_ELEMENTS, Buffers
+from lazysched.runtime.engines import CudaEngines, Done, Engines, InlineEngines
+from lazysched.runtime.model import Model
+from lazysched.runtime.operations import Operations, StepContext
+from lazysched.runtime.optimizer import StageUpdate
+from lazysched.schemas import Plan, Program
+
+
+@dataclass
+class StepResult:
+    """Numbers of a step that may still be running; reading them waits for its backward, not for its updates."""
+
+    _scale: torch.Tensor
+    _done: Done
+
+    def _value(self, index: int) -> float:
+        if isinstance(self._done, torch.cuda.Event):
+            self._done.synchronize()
+        return float(self._scale[index])
+
+    @property
+    def loss(self) -> float:
+        """Mean loss over the step's trained tokens."""
+        return self._value(2)
+
+    @property
+    def grad_norm(self) -> float:
+        """Global gradient norm before clipping."""
+        return self._value(1)
+
+    @property
+    def skipped(self) -> bool:
+        """Whether the gradient was not finite and nothing changed."""
+        return bool(self._value(3))
+
+
+class Executor:
+    """Runs training steps and evaluations of one plan.
+
+    Args:
+        plan: the decisions.
+        program: the plan lowered for training.
+        model: modules for the plan's micro-batch and length.
+        buffers: of the program, weights loaded.
+        updates: stage id -> its update.
+        max_grad_norm: global norm to clip to; None gives clipping up.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        program: Program,
+        model: Model,
+        buffers: Buffers,
+        updates: Mapping[str, StageUpdate],
+        max_grad_norm: float | None,
+    ) -> None:
+        self._training = program
+        self._evaluation = lower(plan, model.stages, training=False)
+        self._on_gpu = model.device.type == "cuda"
+        self._operations = Operations(Layout(plan, model.stages), model, buffers, updates, max_grad_norm)
+        self._engines: Engines = CudaEngines(len(os.sched_getaffinity(0))) if self._on_gpu else InlineEngines()
+        self._signals = {id(p): _signalling(p) for p in (self._training, self._evaluation)}
+        self._done: dict[str, Done] = {}
+        self._last: Program = program
+
+    def step(self, batch: Batch, learning_rate: float) -> StepResult:
+        """Launch one training step; its updates may run into the next step's forward."""
+        return self._run(self._training, batch, learning_rate)
+
+    def evaluate(self, batch: Batch) -> StepResult:
+        """Launch the forward and the loss of one batch, nothing changes."""
+        return self._run(self._evaluation, batch, 0.0)
+
+    def drain(self) -> None:
+        """Wait until everything launched has finished; raise what went wrong in a worker."""
+        self._engines.drain()
+
+    def close(self) -> None:
+        """Finish and give threads and tensors back."""
+        self._engines.close()
+        self._operations.forget()
+
+    def _run(self, program: Program, batch: Batch, learning_rate: float) -> StepResult:
+        if program is not self._last:
+            self.drain()
+            self._done.clear()
+            self._last = program
+        scale = torch.zeros(SCALE_ELEMENTS, pin_memory=self._on_gpu)
+        context = StepContext.of(batch, learning_rate, scale, training=program is self._training)
+        signals = self._signals[id(program)]
+        for op in program.ops.values():
+            # A predecessor in the step before stands later in the order, so its entry is still that step's.
+            after = [self._done.get(before) for before, _ in program.predecessors[op.id]]
+            work = partial(self._operations.run, op, context)
+            self._done[op.id] = self._engines.submit(op.engine, work, after, op.id in signals)
+        return StepResult(scale, self._done["scale/copy"])
+
+
+def _signalling(program: Program) -> set[str]:
+    """Operations that another engine, or the reader of the step's numbers, waits for."""
+    ops = program.ops
+    crossing = {before for before, after, _ in program.edges if ops[before].engine != ops[after].engine}
+    return crossing | {"scale/copy"}

@@ -1,0 +1,118 @@
+"""Folders that appear whole or not at all.
+
+A folder is filled as a hidden sibling and renamed when it is complete, so that its name never shows half of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import glob
+import itertools
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from lazysched.errors import RunError
+
+MANIFEST = "lazysched.json"
+"""Lists what we wrote into a folder: only such a folder, with nothing of others in it, is ever replaced."""
+
+
+@contextlib.contextmanager
+def new_folder(target: Path) -> Iterator[Path]:
+    """Yield an empty folder that takes the place of ``target`` once the block has ended without an error.
+
+    ``target`` may be missing, empty, or a folder that this function made before; its parent must exist. After any
+    error in the block ``target`` is as it was and what was written is removed.
+
+    Raises:
+        RunError: the file system refuses (no space, no permission), or somebody put files into ``target``
+            meanwhile; then the finished folder is kept under the name that the message tells.
+    """
+    target = target.resolve()
+    temporary = target.with_name(f".{target.name}.tmp-{os.getpid()}")
+    try:
+        _remove_leftovers(target)
+        temporary.mkdir()
+        with _locked(temporary):
+            try:
+                yield temporary
+                _seal(temporary)
+                _swap(temporary, target)
+            finally:
+                shutil.rmtree(temporary, ignore_errors=True)
+    except OSError as error:
+        raise RunError(
+            f"{target}: cannot be written ({error.strerror or error}); free disk space or name another folder"
+        ) from error
+
+
+def foreign_entry(folder: Path) -> str | None:
+    """First entry of ``folder`` that ``new_folder`` did not write; None for an empty folder or one wholly ours."""
+    manifest = folder / MANIFEST
+    ours = {MANIFEST, *json.loads(manifest.read_text(encoding="utf-8"))["files"]} if manifest.is_file() else set()
+    return min((entry.name for entry in folder.iterdir() if entry.name not in ours), default=None)
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Hold the folder's lock, which the kernel drops when the process dies: so a leftover is told from work."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _remove_leftovers(target: Path) -> None:
+    """Clear away what killed processes left beside ``target``; undo a swap that was cut between its two renames."""
+    name = glob.escape(target.name)
+    for folder in target.parent.glob(f".{name}.tmp-*"):
+        with contextlib.suppress(BlockingIOError), _locked(folder):
+            shutil.rmtree(folder)
+    for folder in target.parent.glob(f".{name}.old-*"):
+        if target.exists():
+            shutil.rmtree(folder)
+        else:
+            folder.rename(target)
+
+
+def _seal(folder: Path) -> None:
+    """Write the manifest and make every file durable, so that the rename cannot outlive its contents."""
+    files = sorted(entry.name for entry in folder.iterdir())
+    (folder / MANIFEST).write_text(json.dumps({"files": files}, indent=1) + "\n", encoding="utf-8")
+    for path in [*folder.iterdir(), folder]:
+        _sync(path)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _swap(temporary: Path, target: Path) -> None:
+    stranger = foreign_entry(target) if target.is_dir() else None
+    if stranger is not None:
+        # Hours of training may lie in the new folder: keep it, and keep the stranger's file too.
+        names = (target.with_name(f"{target.name}-{i}") for i in itertools.count(2))
+        kept = next(name for name in names if not name.exists())
+        temporary.rename(kept)
+        raise RunError(f"{target}: holds {stranger!r}, which lazysched did not write; the result is in {kept}")
+    retired = target.with_name(f".{target.name}.old-{os.getpid()}")
+    if target.is_dir() and any(target.iterdir()):
+        target.rename(retired)
+    try:
+        temporary.rename(target)
+    except OSError:
+        if retired.exists():
+            retired.rename(target)
+        raise
+    _sync(target.parent)
+    shutil.rmtree(retired, ignore_errors=True)

@@ -1,0 +1,272 @@
+"""What each kind of operation does. The program says which, when and on which buffers; nothing here decides."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lazysched.errors import RunError
+from lazysched.layout import Layout
+from lazysched.runtime.batch import Batch
+from lazysched.runtime.blocks import BlockTemplate, add_gradients
+from lazysched.runtime.buffers import Buffers
+from lazysched.runtime.ends import Gradients
+from lazysched.runtime.flat import aligned, flat_views
+from lazysched.runtime.model import Model
+from lazysched.runtime.optimizer import StageUpdate, StepScale
+from lazysched.runtime.saved import Saved, storage_bytes
+from lazysched.schemas import Op, Stage
+
+
+@dataclass
+class StepContext:
+    """What belongs to one step alone.
+
+    Attributes:
+        batch: tokens and targets, stacked [2, rows, tokens] int64, page-locked on a GPU.
+        loss_scale: 1 / trained tokens of the step.
+        learning_rate: of the step.
+        scale: where factor, norm, loss, skip and number of updates arrive on the host, fp32 [5].
+        training: whether the step updates.
+    """
+
+    batch: torch.Tensor
+    loss_scale: float
+    learning_rate: float
+    scale: torch.Tensor
+    training: bool
+
+    @classmethod
+    def of(cls, batch: Batch, learning_rate: float, scale: torch.Tensor, training: bool) -> StepContext:
+        """Context of one step on ``batch``."""
+        stacked = torch.stack([batch.input_ids, batch.targets])
+        pinned = stacked.pin_memory() if scale.is_pinned() else stacked
+        return cls(pinned, 1.0 / max(batch.num_trained_tokens, 1), learning_rate, scale, training)
+
+
+class Operations:
+    """Runs single operations on the model's modules and buffers."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        model: Model,
+        buffers: Buffers,
+        updates: Mapping[str, StageUpdate],
+        max_grad_norm: float | None,
+    ) -> None:
+        self._layout, self._plan = layout, layout.plan
+        self._model, self._buffers, self._updates = model, buffers, updates
+        self._max_grad_norm = max_grad_norm
+        self._hidden: dict[str, torch.Tensor] = {}
+        self._saved: dict[tuple[str, int], Saved] = {}
+        self._edges: dict[int, Any] = {}
+        self._outgoing: dict[str, list[torch.Tensor]] = {}
+        self._norm_range = _norm_ranges(layout.stages)
+        self._handlers = {
+            "copy": self._copy, "forward": self._forward, "backward": self._backward, "loss": self._loss,
+            "norm": self._norm, "accumulate": self._accumulate, "scale": self._scale, "update": self._update,
+        }  # fmt: skip
+
+    def run(self, op: Op, context: StepContext) -> None:
+        """Run ``op`` on the calling thread and the current stream."""
+        self._handlers[op.kind](op, context)
+
+    def forget(self) -> None:
+        """Drop what an interrupted step left."""
+        for leftover in (self._hidden, self._saved, self._edges, self._outgoing):
+            leftover.clear()
+
+    # ---- helpers
+
+    def _stage(self, op: Op) -> Stage:
+        assert op.stage is not None
+        return self._layout.by_id[op.stage]
+
+    def _views(self, buffer_id: str, stage: Stage) -> list[torch.Tensor]:
+        return list(flat_views(self._buffers[buffer_id], stage, self._layout.element_bytes).values())
+
+    def _rows(self, index: int, micro_batch: int) -> torch.Tensor:
+        """Token ids (0) or targets (1) of a micro-batch, [rows, tokens]."""
+        plan = self._plan
+        batch = self._buffers["gpu/batch"].view(2, plan.accumulation, plan.micro_batch, plan.seq_len)
+        return batch[index, micro_batch]
+
+    def _bound_template(self, op: Op, stage: Stage) -> BlockTemplate:
+        template = self._model.templates[stage.structure]
+        template.bind(self._buffers[_only(op.reads, "gpu/weights/")], stage)
+        return template
+
+    # ---- copies
+
+    def _copy(self, op: Op, context: StepContext) -> None:
+        source, target = op.reads[0], op.writes[0]
+        if source == "host/batch":
+            self._buffers[target].copy_(context.batch.view(-1), non_blocking=True)
+        elif target == "host/scale":
+            context.scale.copy_(self._buffers["gpu/scale"], non_blocking=True)
+        elif source.startswith("gpu/outgoing/"):
+            self._send(source, self._buffers[target])
+        else:
+            count = op.num_bytes // self._buffers[source].element_size()
+            self._buffers[target][:count].copy_(self._buffers[source][:count], non_blocking=True)
+
+    def _send(self, slot: str, target: torch.Tensor) -> None:
+        """Copy what leaves to the host, each storage at an aligned place."""
+        offset = 0
+        for part in self._outgoing[slot]:
+            target[offset : offset + part.numel()].copy_(part, non_blocking=True)
+            offset += aligned(part.numel())
+
+    # ---- forward
+
+    def _forward(self, op: Op, context: StepContext) -> None:
+        stage, m = self._stage(op), op.micro_batch
+        assert m is not None
+        if not stage.is_block:
+            self._model.ends.bind_embed(self._buffers[_only(op.reads, "gpu/weights/")], stage)
+            hidden, self._edges[m] = self._model.ends.embed(self._model.calls, self._rows(0, m))
+            self._hidden[op.writes[0]] = hidden
+            return
+        template, source = self._bound_template(op, stage), _only(op.reads, "gpu/input/")
+        keep = context.training and bool(self._plan.stages[stage.id].saved_tiers)
+        hidden, saved = template.forward(self._hidden.pop(source), self._model.arguments(stage), keep)
+        self._hidden[op.writes[0]] = hidden
+        if context.training:
+            self._keep(op, stage, m, saved)
+
+    def _keep(self, op: Op, stage: Stage, m: int, saved: Saved) -> None:
+        """Keep what the forward saved, and let go what the plan sends to the host."""
+        self._check_saved(stage, saved)
+        choice, leaving = self._plan.stages[stage.id], []
+        assert saved.input is not None
+        if choice.input_tier == "host":
+            leaving.append(storage_bytes(saved.input))
+            saved.drop_input()
+        if "host" in choice.saved_tiers.values():
+            leaving += saved.storages
+            saved.storages = []
+        if leaving:
+            self._outgoing[_only(op.writes, "gpu/outgoing/")] = leaving
+        self._saved[stage.id, m] = saved
+
+    def _check_saved(self, stage: Stage, saved: Saved) -> None:
+        planned = self._layout.variants[stage.id].saved_bytes
+        if saved.intermediate_bytes != planned:
+            raise RunError(
+                f"{stage.id}: its forward saves {saved.intermediate_bytes} bytes, the plan expects {planned}; "
+                f"profile and solve again on this machine"
+            )
+
+    # ---- head
+
+    def _loss(self, op: Op, context: StepContext) -> None:
+        stage, m, ends = self._stage(op), op.micro_batch, self._model.ends
+        assert m is not None
+        own, *shared = [buffer for buffer in op.reads if buffer.startswith("gpu/weights/")]
+        ends.bind_head(self._buffers[own], stage)
+        if shared:
+            ends.bind_shared(self._buffers[shared[0]], self._layout.embed)
+        hidden = self._hidden.pop(f"gpu/input/head/{m}")
+        arguments = (hidden, self._rows(1, m), context.loss_scale, self._plan.loss_chunk_tokens)
+        if context.training:
+            loss, self._hidden[f"gpu/hidden_grad/{m}"] = ends.loss_and_gradient(
+                *arguments, self._head_sums(op, stage, m)
+            )
+        else:
+            loss = ends.loss(*arguments)
+        total = self._buffers["gpu/loss"]
+        total.copy_(loss) if m == 0 else total.add_(loss)
+
+    def _head_sums(self, op: Op, stage: Stage, m: int) -> Gradients:
+        own = self._views(self._layout.accumulator(stage), stage)
+        num_norm = len(self._model.ends.norm_params)
+        output = self._views("gpu/accumulator/shared", self._layout.embed) if self._layout.tied else own[num_norm:]
+        return Gradients(own[:num_norm], output, fresh=m == 0)
+
+    # ---- backward
+
+    def _backward(self, op: Op, context: StepContext) -> None:
+        stage, m = self._stage(op), op.micro_batch
+        assert m is not None
+        grad_id = f"gpu/hidden_grad/{m}"
+        output_grad = self._hidden.pop(grad_id)
+        if stage.is_block:
+            saved = self._restored(op, stage, m)
+            template = self._bound_template(op, stage)
+            self._hidden[grad_id], grads = template.backward(saved, self._model.arguments(stage), output_grad)
+            target = op.writes[1]
+        else:
+            grads = self._model.ends.embed_backward(self._edges.pop(m), output_grad)
+            target = op.writes[0]
+        add_gradients(self._views(target, stage), grads, first=m == 0)
+
+    def _restored(self, op: Op, stage: Stage, m: int) -> Saved:
+        """What the forward kept, with what was on the host read from the fetched slot."""
+        saved, choice = self._saved.pop((stage.id, m)), self._plan.stages[stage.id]
+        fetched = [buffer for buffer in op.reads if buffer.startswith("gpu/fetched/")]
+        if not fetched:
+            return saved
+        slot, offset = self._buffers[fetched[0]], 0
+        if choice.input_tier == "host":
+            size = math.prod(saved.input_shape) * self._layout.element_bytes
+            saved.input = slot[:size].view(self._model.dtype).view(saved.input_shape)
+            offset = aligned(size)
+        if "host" in choice.saved_tiers.values():
+            for size in saved.sizes:
+                saved.storages.append(slot[offset : offset + size])
+                offset += aligned(size)
+        return saved
+
+    # ---- gradients and update
+
+    def _norm(self, op: Op, context: StepContext) -> None:
+        stage, gradient = self._stage(op), op.writes[-1]
+        if gradient == "gpu/norms":
+            gradient = op.reads[0]
+        else:
+            count = self._layout.elements(stage)
+            self._buffers[gradient][:count].copy_(self._buffers[op.reads[0]][:count])
+        first, last = self._norm_range[stage.id]
+        norms = torch._foreach_norm(self._views(gradient, stage), 2, dtype=torch.float32)
+        torch.stack(list(norms), out=self._buffers["gpu/norms"][first:last])
+
+    def _accumulate(self, op: Op, context: StepContext) -> None:
+        self._buffers[op.writes[0]].add_(self._buffers[op.reads[0]])
+
+    def _scale(self, op: Op, context: StepContext) -> None:
+        scale = self._buffers["gpu/scale"]
+        scale[2].copy_(self._buffers["gpu/loss"][0])
+        if not context.training:
+            return
+        norm = torch.linalg.vector_norm(self._buffers["gpu/norms"])
+        skip = (~torch.isfinite(norm)).float()
+        factor = torch.ones_like(norm)
+        if self._max_grad_norm is not None:
+            factor = torch.clamp(self._max_grad_norm / (norm + 1e-6), max=1.0)
+        scale.copy_(torch.stack([factor, norm, scale[2], skip, scale[4] + 1 - skip]))
+
+    def _update(self, op: Op, context: StepContext) -> None:
+        values = context.scale if op.engine == "cpu" else self._buffers["gpu/scale"]
+        assert op.stage is not None
+        self._updates[op.stage].update(
+            StepScale(factor=values[0], skip=values[3], step=values[4], learning_rate=context.learning_rate)
+        )
+
+
+def _only(buffers: tuple[str, ...], prefix: str) -> str:
+    """The first of ``buffers`` under ``prefix``."""
+    return next(buffer for buffer in buffers if buffer.startswith(prefix))
+
+
+def _norm_ranges(stages: list[Stage]) -> dict[str, tuple[int, int]]:
+    """Where each stage's tensor norms stand, in the order of the flat store."""
+    ranges, start = {}, 0
+    for stage in stages:
+        ranges[stage.id] = (start, start + len(stage.params))
+        start += len(stage.params)
+    return ranges

@@ -1,0 +1,131 @@
+"""A plan made ready to run: modules, buffers, optimizer state and executor, with weights loaded or drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig
+
+from lazysched.errors import UsageError
+from lazysched.layout import Layout
+from lazysched.lower import lower
+from lazysched.runtime.buffers import Buffers
+from lazysched.runtime.executor import Executor
+from lazysched.runtime.flat import flat_views
+from lazysched.runtime.model import Model
+from lazysched.runtime.optimizer import AdamWFp32, AdamWSettings, StageUpdate
+from lazysched.schemas import Plan, Stage
+
+
+class Session:
+    """Owns all memory of a run; close it, or use it as a context.
+
+    Args:
+        plan: the decisions.
+        config: of the model.
+        device: where tier ``gpu`` is.
+        settings: of the optimizer.
+        max_grad_norm: global norm to clip to; None gives clipping up.
+        host_limit_bytes: most bytes the host arena may take.
+
+    Raises:
+        UsageError: the plan was solved for another model, or holds what cannot be executed.
+        RunError: memory does not suffice.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        config: PretrainedConfig,
+        device: torch.device,
+        *,
+        settings: AdamWSettings,
+        max_grad_norm: float | None,
+        host_limit_bytes: int,
+    ) -> None:
+        self.plan, self.config, self.device = plan, config, device
+        self.model = Model(config, plan.compute_dtype, device, micro_batch=plan.micro_batch, seq_len=plan.seq_len)
+        if self.model.model_id != plan.model_id:
+            raise UsageError(
+                f"plan: model_id: solved for {plan.model_id}, the model is {self.model.model_id}; "
+                f"profile and solve for this model"
+            )
+        self.program = lower(plan, self.model.stages)
+        self.buffers = Buffers(self.program, plan.compute_dtype, device, host_limit_bytes)
+        layout = Layout(plan, self.model.stages)
+        self.updates = {stage.id: self._update_of(stage, layout, settings) for stage in self.model.stages}
+        self.executor = Executor(plan, self.program, self.model, self.buffers, self.updates, max_grad_norm)
+
+    def _update_of(self, stage: Stage, layout: Layout, settings: AdamWSettings) -> StageUpdate:
+        place = "host" if layout.on_host(stage) else "gpu"
+        weights, grads, state = (self.buffers[f"{place}/{kind}/{stage.id}"] for kind in ("weights", "grads", "state"))
+        return AdamWFp32(stage, weights, grads, state, settings)
+
+    def load(self, read_into: Callable[[str, torch.Tensor], None]) -> None:
+        """Fill the store; ``read_into(name, target)`` copies one checkpoint tensor into a view of it."""
+        for update in self.updates.values():
+            for name, target in update.master.items():
+                read_into(name, target)
+            update.publish()
+
+    def initialise(self, seed: int) -> None:
+        """Draw random weights as the model's own initialisation does; the same seed gives the same on one device."""
+        with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
+            torch.manual_seed(seed)
+            for stage in self.model.stages:
+                element = self.model.dtype.itemsize
+                weights = torch.zeros(stage.weight_bytes // element, dtype=self.model.dtype, device=self.device)
+                for module in self._bound_modules(stage, weights):
+                    self.model.initialise_module(module)
+                self.load_stage(stage, weights)
+
+    def _bound_modules(self, stage: Stage, weights: torch.Tensor) -> Iterator[nn.Module]:
+        parts = self.model.ends.architecture
+        if stage.is_block:
+            template = self.model.templates[stage.structure]
+            template.bind(weights, stage)
+            roots = [template.module]
+        elif stage.id == "embed":
+            self.model.ends.bind_embed(weights, stage)
+            roots = [parts.embedding]
+        else:
+            self.model.ends.bind_head(weights, stage)
+            roots = [parts.norm] if parts.tied else [parts.norm, parts.head]
+        return (module for root in roots for module in root.modules())
+
+    def load_stage(self, stage: Stage, weights: torch.Tensor) -> None:
+        """Take a stage's weights from its flat store on any device."""
+        update = self.updates[stage.id]
+        for name, view in flat_views(weights, stage, weights.element_size()).items():
+            update.master[name].copy_(view)
+        update.publish()
+
+    def weight_names(self) -> list[tuple[str, tuple[int, ...]]]:
+        """Name and shape of every stored weight, in the order of the stages."""
+        return [(name, shape) for stage in self.model.stages for name, shape in stage.params.items()]
+
+    def weight(self, name: str) -> torch.Tensor:
+        """A stored weight in the computing dtype, on the host; call ``executor.drain()`` first."""
+        for stage in self.model.stages:
+            if name in stage.params:
+                return self.updates[stage.id].weights[name].cpu()
+        raise KeyError(name)
+
+    def gradients(self, stage: Stage) -> dict[str, torch.Tensor]:
+        """The last step's gradients of a stage, before clipping, in the computing dtype."""
+        place = self.plan.stages[stage.id].state
+        return flat_views(self.buffers[f"{place}/grads/{stage.id}"], stage, self.model.dtype.itemsize)
+
+    def close(self) -> None:
+        """Give everything back."""
+        self.executor.close()
+        self.updates.clear()
+        self.buffers.close()
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
