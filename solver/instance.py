@@ -34,6 +34,9 @@ class Candidate:
     accumulation: int
     prefetch_depth: int = 1
     d2h_lag: int = 1
+    offload_limit_bytes: int = 0
+    """Most that a block may send to the host per micro-batch; the slots for it have this size. It is searched outside
+    because as a decision it would make every slot fractional in the relaxation, and the bound worthless."""
 
 
 @dataclass(frozen=True)
@@ -146,6 +149,11 @@ class Instance:
         return small + max(self.embed.accumulator_gb, self.head.accumulator_gb)
 
     @cached_property
+    def moving_slot_gb(self) -> float:
+        """One slot for saved tensors on their way to or from the host."""
+        return max(option.offloaded_gb for options in self.saves for option in options)
+
+    @cached_property
     def host_constant_gb(self) -> float:
         """Batch and the clip factor."""
         return self.batch_gb + 12 / GB
@@ -239,11 +247,10 @@ class Instance:
         return measured_variants(self.profile, stage.structure, self.candidate.micro_batch)[0]
 
     def _save_options(self, stage: Stage) -> tuple[SaveOption, ...]:
-        options = [
-            self._save_option(variant, tier)
-            for variant in measured_variants(self.profile, stage.structure, self.candidate.micro_batch)
-            for tier in ("gpu", "host")
-        ]
+        variants = measured_variants(self.profile, stage.structure, self.candidate.micro_batch)
+        limit = self.candidate.offload_limit_bytes
+        options = [self._save_option(variant, "gpu") for variant in variants]
+        options += [self._save_option(v, "host") for v in variants if sum(v.saved.values()) <= limit]
         return tuple(o for o in options if not any(other.dominates(o) for other in options))
 
     def _save_option(self, variant: SaveVariant, tier: Tier) -> SaveOption:
@@ -288,6 +295,13 @@ def usable_micro_batches(profile: Profile) -> list[int]:
     structures = {stage.structure for stage in profile.stages}
     sizes = {size for structure in structures for size in profile.variants.get(structure, {})}
     return sorted(size for size in sizes if all(measured_variants(profile, s, size) for s in structures))
+
+
+def offload_limits(profile: Profile, micro_batch: int) -> list[int]:
+    """Every size that a block could send to the host per micro-batch, ascending; 0 sends nothing."""
+    structures = {stage.structure for stage in profile.stages if stage.is_block}
+    listed = [v for structure in structures for v in measured_variants(profile, structure, micro_batch)]
+    return sorted({0} | {sum(variant.saved.values()) for variant in listed})
 
 
 def check_profile(profile: Profile) -> None:

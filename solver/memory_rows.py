@@ -52,13 +52,13 @@ def _resident(instance: Instance, decisions: Decisions) -> Expression:
 def _slots(problem: pulp.LpProblem, instance: Instance, decisions: Decisions) -> Expression:
     """Shared slots for streamed weights, leaving gradients, leaving and returning saved tensors."""
     depth, lag = instance.candidate.prefetch_depth, instance.candidate.d2h_lag
-    weights, grads, moved = (pulp.LpVariable(f"slot_{kind}_gb", 0) for kind in ("weights", "grads", "moved"))
+    weights, grads = (pulp.LpVariable(f"slot_{kind}_gb", 0) for kind in ("weights", "grads"))
     for i in range(instance.num_blocks):
         problem += weights >= decisions.state(i, lambda c: c.weight_gb, "streamed")
         problem += grads >= decisions.state(i, lambda c: c.weight_gb, "resident", "streamed")
-        problem += moved >= decisions.save(i, lambda o: o.offloaded_gb)
     vocabulary_grads = decisions.vocabulary(lambda option: option.grads_slot_gb)
-    return (depth + 1) * (weights + moved) + (lag + 1) * (grads + moved) + vocabulary_grads
+    moving_gb = (depth + lag + 2) * instance.moving_slot_gb
+    return (depth + 1) * weights + (lag + 1) * grads + moving_gb + vocabulary_grads
 
 
 def _add_window_rows(

@@ -48,6 +48,7 @@ class _TimeRows:
         self.save = [self._saved(w, self.forward_blocks, "save_s") for w in self.windows]
         self.fetch = [self._saved(w, self.backward_blocks, "fetch_s") for w in self.windows]
         self.shortest_s = min(o.forward_s for options in instance.saves for o in options) * self.m
+        self.longest_s = max(o.backward_s for options in instance.saves for o in options) * self.m
         self.tc = self._starts("tc")
         self.tx = self._starts("tx", may_precede_step=True)
         self.ty = self._starts("ty")
@@ -130,12 +131,11 @@ class _TimeRows:
     def _compute_end(self, window: int) -> Expression:
         return self.tc[window] + self.comp[window]
 
-    def _position_end(self, window: int, micro_batches_before: int) -> Expression | None:
-        """End of the compute of the micro-batch that many before the first one of ``window``; None: an earlier step."""
+    def _position_end(self, window: int, micro_batches_before: int) -> tuple[Expression, int]:
+        """End of the compute of the micro-batch that many before the first one of ``window``, and its window."""
         back, index = divmod(-micro_batches_before, self.m)
-        if window + back < 0:
-            return None
-        return self.tc[window + back] + ((index + 1) / self.m) * self.comp[window + back]
+        where = max(window + back, 0)
+        return self.tc[where] + ((index + 1) / self.m) * self.comp[where], where
 
     def _upload_rows(self) -> None:
         """Slots are free once the stage that streamed through them p + 1 streamed stages before has computed."""
@@ -149,40 +149,50 @@ class _TimeRows:
             self.problem += self.tx[w] >= self._compute_end(gate) - self.shortest_s * pulp.lpSum(idle)
 
     def _fetch_rows(self) -> None:
-        """Uploads and fetches share the engine in the order upload(w), rest of fetches(w-1), first fetches(w)."""
+        """Uploads and fetches share one engine, in the order in which the program issues them.
+
+        With one micro-batch: first fetches(w), upload(w). With more: upload(w), rest of fetches(w-1), first fetches(w).
+        """
         first = min(self.depth + 1, self.m)
-        longest_s = max(o.backward_s for options in self.instance.saves for o in options) * self.m
         end: Expression | None = None  # of whatever the engine did last
         for w in self.windows:
+            fetches = w in self.backward_blocks
+            if fetches and self.m == 1:
+                end = self._first_fetches(w, first, end)
             if end is not None:
                 self.problem += self.tx[w] >= end
             end = self.tx[w] + self.load[w]
             if w - 1 in self.backward_blocks and self.m > first:
                 end = self._remaining_fetches(w - 1, first, end)
-            if w in self.backward_blocks:
-                start = pulp.LpVariable(f"ta_{w}", 0)
-                self.problem += start >= end
-                gate = self._position_end(w, self.depth + 1)
-                if gate is not None:
-                    self.problem += start >= gate - longest_s * self._stays(w)
-                saved = self.num_windows - 1 - w  # the window that sent it away
-                self.problem += start >= self.ty[saved] + self.save[saved]
-                self.problem += start + self.m * self.fetch[w] >= self._saves_end(saved) + self.fetch[w]
-                self.problem += self.tc[w] >= start + self.fetch[w]
-                end = start + first * self.fetch[w]
-                rest_s = ((self.m - first + 1) / self.m) * self.comp[w]
-                self.problem += self.tc[w + 1] >= end + rest_s - longest_s * self._stays(w)
+            if fetches and self.m > 1:
+                end = self._first_fetches(w, first, end)
+
+    def _first_fetches(self, window: int, first: int, before: Expression) -> Expression:
+        """The fetches of a window that may run before it computes; returns their end."""
+        start = pulp.LpVariable(f"ta_{window}", None)
+        self.problem += start >= before
+        gate, behind = self._position_end(window, self.depth + 1)
+        # A block in between that fetches nothing leaves its slots to this one, which starts that much earlier.
+        idle = [self._stays(k) for k in range(behind, window) if k in self.backward_blocks]
+        self.problem += start >= gate - self.longest_s * self._stays(window) - self.shortest_s * pulp.lpSum(idle)
+        saved = self.num_windows - 1 - window  # the window that sent it away
+        self.problem += start >= self.ty[saved] + self.save[saved]
+        self.problem += start + self.m * self.fetch[window] >= self._saves_end(saved) + self.fetch[window]
+        self.problem += self.tc[window] >= start + self.fetch[window]
+        end = start + first * self.fetch[window]
+        rest_s = ((self.m - first + 1) / self.m) * self.comp[window]
+        self.problem += self.tc[window + 1] >= end + rest_s - self.longest_s * self._stays(window)
+        return end
 
     def _remaining_fetches(self, window: int, first: int, before: Expression) -> Expression:
         """Fetches of a window that wait for its own micro-batches to free their slots; returns their end."""
         start = pulp.LpVariable(f"tr_{window}", 0)
-        longest_s = max(o.backward_s for options in self.instance.saves for o in options)
         one_s = self.comp[window] * (1 / self.m)
-        stays = self._stays(window)
+        stays = (2 * self.longest_s / self.m) * self._stays(window)
         self.problem += start >= before
-        self.problem += start >= self.tc[window] + one_s - 2 * longest_s * stays
+        self.problem += start >= self.tc[window] + one_s - stays
         end = start + (self.m - first) * self.fetch[window]
-        self.problem += self.tc[window + 1] >= end + one_s - 2 * longest_s * stays
+        self.problem += self.tc[window + 1] >= end + one_s - stays
         return end
 
     def _saves_end(self, window: int) -> Expression:

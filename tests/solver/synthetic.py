@@ -83,7 +83,8 @@ def _stage(stage_id: str, structure: str, num_params: int, element_bytes: int) -
 
 
 def _block_variants(shape: Shape, machine: Machine, num_params: int, tokens: int) -> list[SaveVariant]:
-    forward_s = tokens * (2 * num_params + 2 * SEQ_LEN * shape.hidden) / machine.flops_per_s
+    efficiency = tokens / (tokens + 512)  # small micro-batches do not fill a GPU
+    forward_s = tokens * (2 * num_params + 2 * SEQ_LEN * shape.hidden) / machine.flops_per_s / efficiency
     input_bytes, full_bytes = 2 * tokens * shape.hidden, tokens * (12 * shape.hidden + 6 * shape.ffn)
     common = {
         "forward": timing(forward_s), "working_forward_bytes": full_bytes // 2, "working_backward_bytes": full_bytes,
