@@ -18,13 +18,16 @@ from lazysched.solver.instance import STATE_CHOICES, Instance, SaveOption, Stage
 from lazysched.solver.memory_rows import Budgets
 
 
-def count_bound_s(instance: Instance, budgets: Budgets) -> float:
-    """No plan of this candidate has a shorter step; infinite if not even the memory at the turn can fit."""
+def count_bound_s(instance: Instance, budgets: Budgets, max_prefetch_depth: int) -> float:
+    """No plan of this candidate has a shorter step; infinite if not even the memory at the turn can fit.
+
+    It also holds for the same candidate with a prefetch depth up to ``max_prefetch_depth``, which only needs more memory.
+    """
     problem = pulp.LpProblem("counts", pulp.LpMinimize)
     counts = _Counts(problem, instance)
     period = pulp.LpVariable("T", 0)
     problem += period + 0
-    _add_times(problem, instance, counts, period)
+    _add_times(problem, instance, counts, period, max_prefetch_depth + 1)
     _add_memory(problem, instance, counts, budgets)
     return solve_problem(problem, gap=0.0, time_limit_s=5.0, seed=0, relaxed=True).bound
 
@@ -78,10 +81,12 @@ class _Counts:
         )  # fmt: skip
 
 
-def _add_times(problem: pulp.LpProblem, instance: Instance, counts: _Counts, period: pulp.LpVariable) -> None:
+def _add_times(
+    problem: pulp.LpProblem, instance: Instance, counts: _Counts, period: pulp.LpVariable, slots: int
+) -> None:
     """Every engine must fit its work into T; updates come between a step's backward and the next head."""
-    m, slots = instance.candidate.accumulation, instance.candidate.prefetch_depth + 1
-    host = ("resident", "streamed")
+    m = instance.candidate.accumulation
+    host: tuple[StateChoice, ...] = ("resident", "streamed")
     ends_s = instance.head_s + instance.embed_backward_s
     backward = counts.save(lambda o: m * o.backward_s) + sum(block.norm_s for block in instance.blocks) + ends_s
     forward = m * instance.embed_forward_s + counts.save(lambda o: m * o.forward_s)

@@ -11,7 +11,7 @@ import pulp
 
 from lazysched.solver.decisions import Decisions, Expression
 from lazysched.solver.highs import Outcome, solve_problem
-from lazysched.solver.instance import Instance
+from lazysched.solver.instance import STATE_CHOICES, Instance
 from lazysched.solver.memory_rows import Budgets, add_memory_rows
 from lazysched.solver.plans import Choices
 from lazysched.solver.time_rows import add_time_rows
@@ -36,6 +36,16 @@ class PlacementProgram:
         outcome = solve_problem(self.problem, gap=0.0, time_limit_s=time_limit_s, seed=0, relaxed=True)
         return outcome.bound
 
+    def rounded(self) -> Choices:
+        """The last relaxed solution, rounded so that every prefix of the blocks keeps its share of each option."""
+        decisions = self.decisions
+        states = _spread([[_value(block[s]) for s in STATE_CHOICES] for block in decisions.y])
+        return Choices(
+            states=tuple(STATE_CHOICES[k] for k in states),
+            saves=tuple(_spread([[_value(var) for var in block] for block in decisions.x])),
+            vocabulary=max(range(len(decisions.v)), key=lambda k: _value(decisions.v[k])),
+        )
+
     def solve(
         self, *, gap: float, time_limit_s: float, seed: int, cutoff_s: float | None = None, start: Choices | None = None
     ) -> Outcome:
@@ -47,6 +57,22 @@ class PlacementProgram:
     def choices(self) -> Choices:
         """The choices of the last solve that had a solution."""
         return self.decisions.choices()
+
+
+def _value(variable: pulp.LpVariable) -> float:
+    return float(variable.value() or 0.0)
+
+
+def _spread(shares: list[list[float]]) -> list[int]:
+    """One option per row, such that what rounding took from an option is owed to it in later rows."""
+    owed = [0.0] * max(len(row) for row in shares)
+    result = []
+    for row in shares:
+        owed = [debt + share for debt, share in zip(owed, row, strict=False)] + owed[len(row) :]
+        chosen = max(range(len(row)), key=owed.__getitem__)
+        owed[chosen] -= 1
+        result.append(chosen)
+    return result
 
 
 def _tie_breakers(instance: Instance, decisions: Decisions) -> Expression:

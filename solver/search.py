@@ -14,12 +14,14 @@ from lazysched.solver.window_replay import ChoiceBatch, Evaluation, Floats, Ints
 
 NUM_PAIRS = 400
 """Sampled changes to two blocks per round."""
+MISFIT_S, MISFIT_S_PER_GB = 1e4, 1e3
+"""What exceeding a budget costs, so that a start which does not fit is led back to where it does."""
 LEAST_GAIN = 1e-4
 """Relative gain below which a round ends the descent."""
 
 
 def improve(replay: WindowReplay, budgets: Budgets, start: Choices, *, seed: int, max_rounds: int) -> Choices:
-    """The best choices that descent from ``start``, which fits, finds within ``max_rounds`` rounds."""
+    """The best choices that descent from ``start`` finds within ``max_rounds`` rounds; they may still not fit."""
     random = np.random.default_rng(seed)
     current = ChoiceBatch.of([start])
     best_s = float(rank_s(replay.evaluate(current), budgets)[0])
@@ -35,8 +37,10 @@ def improve(replay: WindowReplay, budgets: Budgets, start: Choices, *, seed: int
 
 
 def rank_s(evaluation: Evaluation, budgets: Budgets) -> Floats:
-    """Step time of what fits, infinity for the rest; of equals, the one that holds less on the GPU."""
-    step_s: Floats = np.where(evaluation.fits(budgets), evaluation.step_s + 1e-6 * evaluation.gpu_gb, np.inf)
+    """Step time, far behind anything that fits for what does not; of equals, the one that holds less on the GPU."""
+    over_gb = np.maximum(evaluation.gpu_gb - budgets.gpu_gb, 0) + np.maximum(evaluation.host_gb - budgets.host_gb, 0)
+    misfit = np.where(evaluation.fits(budgets), 0.0, MISFIT_S + MISFIT_S_PER_GB * over_gb)
+    step_s: Floats = evaluation.step_s + 1e-6 * evaluation.gpu_gb + misfit
     return step_s
 
 
