@@ -180,7 +180,7 @@ class TestLoad:
     def test_a_pad_that_is_the_end_of_turn_stays_a_target(self, tmp_path: Path) -> None:
         tokenizer = make_tokenizer(tiny.CHAT, eos="<|end|>", pad="<|end|>")
         dataset = load(tmp_path, [{"question": "hi", "answer": "yes"}], 99, tokenizer)
-        batch = Batches(dataset, 1, 99, 0, tokenizer.pad_token_id).batch(0)
+        batch = Batches(dataset, 1, 99, 0, tiny.SPECIAL.index("<|end|>")).batch(0)
         assert tokenizer.decode(batch.targets[batch.targets != -100]) == "yes<|end|>"
 
     def test_vocabulary(self, tmp_path: Path) -> None:
