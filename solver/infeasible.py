@@ -22,7 +22,8 @@ from lazysched.solver.plans import Choices
 
 TIERS: tuple[Tier, ...] = ("gpu", "host")
 _FLAGS = {"gpu": "--gpu-memory", "host": "--host-memory"}
-_TIME_LIMIT_S = 10.0
+_TIME_LIMIT_S = 5.0
+_GAP = 1e-3
 
 
 @dataclass(frozen=True)
@@ -38,16 +39,20 @@ def closest(
     instances: Sequence[Instance], budgets: Callable[[Instance], Budgets], elastic: Sequence[Tier], seed: int
 ) -> Closest | None:
     """Over all ``instances``, the choices that need least more of the ``elastic`` tiers while the others hold."""
-    best: Closest | None = None
-    for instance in instances:
-        problem, decisions = _elastic_program(instance, budgets(instance), elastic)
-        limit = math.inf if best is None else best.missing_gb
+    ranked: list[tuple[float, int]] = []
+    for index, instance in enumerate(instances):
+        problem, _ = _elastic_program(instance, budgets(instance), elastic)
         relaxed = solve_problem(problem, gap=0.0, time_limit_s=_TIME_LIMIT_S, seed=seed, relaxed=True)
-        if relaxed.status != "optimal" or relaxed.objective >= limit:
-            continue
-        outcome = solve_problem(problem, gap=1e-6, time_limit_s=_TIME_LIMIT_S, seed=seed)
-        if outcome.has_solution and outcome.objective < limit:
-            best = Closest(instance, decisions.choices(), outcome.objective)
+        if relaxed.status == "optimal":
+            ranked.append((relaxed.objective, index))
+    best: Closest | None = None
+    for bound_gb, index in sorted(ranked):
+        if best is not None and bound_gb >= best.missing_gb * (1 - _GAP):
+            break
+        problem, decisions = _elastic_program(instances[index], budgets(instances[index]), elastic)
+        outcome = solve_problem(problem, gap=_GAP, time_limit_s=_TIME_LIMIT_S, seed=seed)
+        if outcome.has_solution and (best is None or outcome.objective < best.missing_gb):
+            best = Closest(instances[index], decisions.choices(), outcome.objective)
     return best
 
 

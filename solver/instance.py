@@ -115,7 +115,8 @@ class Instance:
             if shape not in by_shape:
                 by_shape[shape] = self._costs(stage)
             self.blocks.append(by_shape[shape])
-        by_structure = {stage.structure: self._save_options(stage) for stage in self.block_stages}
+        one_each = {stage.structure: stage for stage in self.block_stages}
+        by_structure = {structure: self._save_options(stage) for structure, stage in one_each.items()}
         self.saves: list[tuple[SaveOption, ...]] = [by_structure[stage.structure] for stage in self.block_stages]
         self.embed_variant, self.head_variant = self._only(self.embed_stage), self._only(self.head_stage)
 

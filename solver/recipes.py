@@ -77,10 +77,14 @@ def best_of_rule(rule: Rule, instances: Iterable[Instance], budgets: Callable[[I
         if batch is None:
             continue
         replay = WindowReplay(instance)
-        evaluation, limits = replay.evaluate(batch), budgets(instance)
+        limits = budgets(instance)
+        batch = batch.rows(replay.fits(batch, limits))
+        if not len(batch.vocabulary):
+            continue
+        evaluation = replay.evaluate(batch)
         winner = int(np.argmin(rank_s(evaluation, limits)))
         step_s = float(evaluation.step_s[winner])
-        if evaluation.fits(limits)[winner] and (best is None or step_s < best.step_s):
+        if best is None or step_s < best.step_s:
             best = Found(instance.candidate, batch.choices(winner), step_s)
     return best
 

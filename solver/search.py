@@ -12,11 +12,11 @@ from lazysched.solver.memory_rows import Budgets
 from lazysched.solver.plans import Choices
 from lazysched.solver.window_replay import ChoiceBatch, Evaluation, Floats, Ints, WindowReplay
 
-NUM_PAIRS = 400
+NUM_PAIRS = 300
 """Sampled changes to two blocks per round."""
 MISFIT_S, MISFIT_S_PER_GB = 1e4, 1e3
 """What exceeding a budget costs, so that a start which does not fit is led back to where it does."""
-LEAST_GAIN = 1e-4
+LEAST_GAIN = 2e-4
 """Relative gain below which a round ends the descent."""
 
 
@@ -27,12 +27,15 @@ def improve(replay: WindowReplay, budgets: Budgets, start: Choices, *, seed: int
     best_s = float(rank_s(replay.evaluate(current), budgets)[0])
     for _ in range(max_rounds):
         batch = _neighbours(replay, current, random)
+        fitting = replay.fits(batch, budgets)
+        if fitting.any():
+            batch = batch.rows(fitting)
         scores = rank_s(replay.evaluate(batch), budgets)
         winner = int(np.argmin(scores))
         if not scores[winner] < best_s * (1 - LEAST_GAIN):
             break
         best_s = float(scores[winner])
-        current = ChoiceBatch(batch.saves[[winner]], batch.states[[winner]], batch.vocabulary[[winner]])
+        current = batch.rows(np.array([winner]))
     return current.choices(0)
 
 

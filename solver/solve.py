@@ -31,7 +31,7 @@ from lazysched.solver.simulate import Timeline, simulate
 from lazysched.solver.window_replay import ChoiceBatch, WindowReplay
 
 PREFETCH_DEPTHS = (1, 2)
-NUM_DESCENTS = 6
+NUM_DESCENTS = 3
 """Combinations that are relaxed and improved at most."""
 NUM_FINALISTS = 4
 """Plans that are simulated at most."""
@@ -172,9 +172,8 @@ class _Search:
         compared = []
         for rule in recipes.RULES:
             candidates = [
-                Candidate(size, accumulation, depth, offload_limit_bytes=recipes.offload_limit(rule, self.limits[size]))
+                Candidate(size, accumulation, offload_limit_bytes=recipes.offload_limit(rule, self.limits[size]))
                 for size, accumulation in self.accumulations.items()
-                for depth in PREFETCH_DEPTHS
             ]
             found = recipes.best_of_rule(rule, map(self._instance, candidates), self._budgets)
             compared.append((rule.name, found))
@@ -198,12 +197,15 @@ class _Search:
         for candidate in sorted(self.bounds, key=lambda c: self.bounds[c]):
             if len(self.programs) == NUM_DESCENTS or self._remaining_s() <= 0 or not self._may_improve(candidate):
                 break
-            instance = self._instance(candidate)
-            program = PlacementProgram(instance, self._budgets(instance))
-            bound_s = program.lower_bound_s(self._remaining_s())
-            self.bounds[candidate] = max(self.bounds[candidate], bound_s)
-            if not self._may_improve(candidate):
-                continue
+            self._relax(candidate)
+
+    def _relax(self, candidate: Candidate) -> None:
+        """Bound a combination by its relaxed program; improve what rounding makes of it if the bound leaves room."""
+        instance = self._instance(candidate)
+        program = PlacementProgram(instance, self._budgets(instance))
+        bound_s = program.lower_bound_s(self._remaining_s())
+        self.bounds[candidate] = max(self.bounds[candidate], bound_s)
+        if self._may_improve(candidate):
             self.programs[candidate] = program
             self._improve(candidate, program.rounded())
 
@@ -219,16 +221,22 @@ class _Search:
             self._keep(Found(candidate, choices, float(evaluation.step_s[0])))
 
     def _prove(self) -> None:
-        """Solve the programs whose bound leaves room, best incumbent first."""
+        """Raise the lowest bound, again and again, until it proves the incumbent good enough or time is up."""
         if not self.found:
             self._first_that_fits()
         allowed_s = max(MIN_PROGRAM_S, self._elapsed_s())
         until_s = min(self.settings.time_limit_s, self._elapsed_s() + allowed_s)
-        for candidate in sorted(self.programs, key=self._best_s):
-            left_s = until_s - self._elapsed_s()
-            if left_s <= 0 or not self._may_improve(candidate):
-                continue
-            self._solve_program(candidate, self.programs[candidate], left_s)
+        solved: set[Candidate] = set()
+        while self._elapsed_s() < until_s:
+            open_ = [c for c in self.bounds if self._may_improve(c) and c not in solved]
+            if not open_:
+                break
+            candidate = min(open_, key=lambda c: self.bounds[c])
+            if candidate in self.programs:
+                self._solve_program(candidate, self.programs[candidate], until_s - self._elapsed_s())
+                solved.add(candidate)
+            else:
+                self._relax(candidate)
 
     def _solve_program(self, candidate: Candidate, program: PlacementProgram, time_limit_s: float) -> None:
         own = self.found.get(candidate)

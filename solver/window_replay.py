@@ -41,6 +41,10 @@ class ChoiceBatch:
             np.array([c.vocabulary for c in choices], dtype=np.int64),
         )
 
+    def rows(self, which: Ints | Bools) -> ChoiceBatch:
+        """Some of the sets, by index or mask."""
+        return ChoiceBatch(self.saves[which], self.states[which], self.vocabulary[which])
+
     def choices(self, index: int) -> Choices:
         """One set of choices."""
         return Choices(
@@ -74,8 +78,13 @@ class WindowReplay:
 
     def evaluate(self, batch: ChoiceBatch) -> Evaluation:
         """Step time and memory of every set of choices."""
-        gpu_gb, host_gb = self._memory(batch)
+        gpu_gb, host_gb = self.memory(batch)
         return Evaluation(_Steps(self, batch).steady_step_s(), gpu_gb, host_gb)
+
+    def fits(self, batch: ChoiceBatch, budgets: Budgets) -> Bools:
+        """Which choices are within ``budgets``; much cheaper than evaluating them."""
+        gpu_gb, host_gb = self.memory(batch)
+        return (gpu_gb <= budgets.gpu_gb + 1e-9) & (host_gb <= budgets.host_gb + 1e-9)
 
     def option_table(self, attribute: str, batch: ChoiceBatch) -> Floats:
         """N x L: an attribute of the chosen save options."""
@@ -97,7 +106,7 @@ class WindowReplay:
         embed = column(self.instance.embed, [o.embed for o in options])
         return embed, column(self.instance.head, [o.head for o in options])
 
-    def _memory(self, batch: ChoiceBatch) -> tuple[Floats, Floats]:
+    def memory(self, batch: ChoiceBatch) -> tuple[Floats, Floats]:
         """Peak GB on GPU and host, as the memory rows have them."""
         instance, m = self.instance, self.m
         weight, stored = self.stage_row("weight_gb"), self.stage_row("stored_gb")
@@ -139,30 +148,34 @@ class _Steps:
         self._durations(replay, batch)
         zero: Floats = np.zeros(num)
         self.compute_s = self.h2d_s = self.d2h_s = self.scale_s = zero
-        self.weight_slots: Floats = np.zeros((num, self.slots))
-        self.fetch_slots: Floats = np.zeros((num, self.slots))
-        self.save_slots: Floats = np.zeros((num, self.lag + 1))
-        self.grad_slots: Floats = np.zeros((num, self.lag + 1))
+        self.weight_slots: list[Floats] = [zero] * self.slots
+        self.fetch_slots: list[Floats] = [zero] * self.slots
+        self.save_slots: list[Floats] = [zero] * (self.lag + 1)
+        self.grad_slots: list[Floats] = [zero] * (self.lag + 1)
 
     def _durations(self, replay: WindowReplay, batch: ChoiceBatch) -> None:
-        table = replay.option_table
+
+        def table(attribute: str, of: ChoiceBatch) -> Floats:  # L x N: the replay reads one block at a time
+            return np.ascontiguousarray(replay.option_table(attribute, of).T)
+
         self.forward, self.backward = table("forward_s", batch), table("backward_s", batch)
         self.save, self.fetch = table("save_s", batch), table("fetch_s", batch)
         self.moves = table("offloaded_gb", batch) > 0
-        self.on_host: Bools = batch.states != GPU
-        self.streamed: Bools = batch.states == STREAMED
-        self.load: Floats = self.on_host * replay.stage_row("load_s")
-        self.grads: Floats = self.on_host * replay.stage_row("grads_s")
+        states = np.ascontiguousarray(batch.states.T)
+        self.on_host: Bools = states != GPU
+        self.streamed: Bools = states == STREAMED
+        self.load: Floats = self.on_host * replay.stage_row("load_s")[:, None]
+        self.grads: Floats = self.on_host * replay.stage_row("grads_s")[:, None]
         self.norm = replay.stage_row("norm_s")
         self.embed_load, self.head_load = replay.ends("load_s", batch, gpu=False)
         self.embed_grads, self.head_grads = replay.ends("grads_s", batch, gpu=False)
         embed_update, head_update = replay.ends("cpu_update_s", batch, gpu=False)
-        updates = self.on_host * replay.stage_row("cpu_update_s")
-        self.updated = embed_update[:, None] + np.cumsum(updates, axis=1)  # until block i's update has ended
-        self.embed_updated, self.head_updated = embed_update, self.updated[:, -1] + head_update
-        gpu_updates = (~self.on_host * replay.stage_row("gpu_update_s")).sum(1)
+        updates = self.on_host * replay.stage_row("cpu_update_s")[:, None]
+        self.updated = embed_update + np.cumsum(updates, axis=0)  # until block i's update has ended
+        self.embed_updated, self.head_updated = embed_update, self.updated[-1] + head_update
+        gpu_updates = (~self.on_host * replay.stage_row("gpu_update_s")[:, None]).sum(0)
         self.gpu_updates = gpu_updates + sum(replay.ends("gpu_update_s", batch, gpu=True))
-        after = np.cumsum(self.streamed[:, ::-1], axis=1)[:, ::-1] - self.streamed
+        after = np.cumsum(self.streamed[::-1], axis=0)[::-1] - self.streamed
         self.reload: Bools = self.streamed & (after >= self.slots)  # the others still lie in their slots
 
     def steady_step_s(self) -> Floats:
@@ -178,7 +191,7 @@ class _Steps:
         self.save_first: list[Floats] = []
         self.save_last: list[Floats] = []
         for i in range(self.num_blocks):
-            self._upload(self.load[:, i], released + self.updated[:, i], gated=self.streamed[:, i])
+            self._upload(self.load[i], released + self.updated[i], gated=self.streamed[i])
             self._forward(i)
         self._upload(self.head_load, released + self.head_updated)
         self.compute_s = self._ready() + instance.head_s
@@ -199,71 +212,69 @@ class _Steps:
         """Upload weights; ``loaded_s`` says when they are there, 0 for those that need no upload."""
         start = np.maximum(self.h2d_s, after_s)
         if gated is not None:
-            start = np.where(gated, np.maximum(start, self.weight_slots[:, 0]), start)
+            start = np.where(gated, np.maximum(start, self.weight_slots[0]), start)
         needed = duration_s > 0
         self.h2d_s = np.where(needed, start + duration_s, self.h2d_s)
         self.loaded_s: Floats = np.where(needed, self.h2d_s, 0.0)
 
     def _forward(self, i: int) -> None:
-        moves, save_s, m = self.moves[:, i], self.save[:, i], self.m
+        moves, save_s, m = self.moves[i], self.save[i], self.m
         start = self._ready()
-        start = np.where(moves, np.maximum(start, self.save_slots[:, 0]), start)
-        end = start + m * self.forward[:, i]
-        first = np.maximum(self.d2h_s, start + self.forward[:, i])
+        start = np.where(moves, np.maximum(start, self.save_slots[0]), start)
+        end = start + m * self.forward[i]
+        first = np.maximum(self.d2h_s, start + self.forward[i])
         saved = np.maximum(first + m * save_s, end + save_s)
         if m > self.lag + 1:
-            end = np.where(moves, np.maximum(end, saved - (self.lag + 1) * save_s + self.forward[:, i]), end)
+            end = np.where(moves, np.maximum(end, saved - (self.lag + 1) * save_s + self.forward[i]), end)
             saved = np.maximum(saved, end + save_s)
         self.save_first.append(np.where(moves, first + save_s, 0.0))
         self.save_last.append(np.where(moves, saved, 0.0))
         self.d2h_s = np.where(moves, saved, self.d2h_s)
-        back = np.arange(self.lag, -1, -1)
-        self._push("save_slots", moves, [saved - k * save_s for k in back[-m:]])
+        self._push(self.save_slots, moves, [saved - k * save_s for k in reversed(range(min(m, self.lag + 1)))])
         self.compute_s = end
-        self._push("weight_slots", self.streamed[:, i], [end])
+        self._push(self.weight_slots, self.streamed[i], [end])
 
-    def _push(self, name: str, mask: Bools, times: list[Floats]) -> None:
+    @staticmethod
+    def _push(ring: list[Floats], mask: Bools, times: list[Floats]) -> None:
         """Hand slots on, first in first out, where ``mask``; ``times`` is when the new holders leave them."""
-        ring: Any = getattr(self, name)
-        kept = ring.shape[1]
-        new = np.concatenate([ring, np.stack(times, axis=1)], axis=1)[:, -kept:]
-        setattr(self, name, np.where(mask[:, None], new, ring))
+        handed_on = [*ring, *times][-len(ring) :]
+        ring[:] = [np.where(mask, new, old) for new, old in zip(handed_on, ring, strict=True)]
 
     def _backward(self, i: int, rest_s: Floats) -> Floats:
         """One block's backward; ``rest_s`` is the fetching of the block before that still shares the engine."""
-        m, moves, fetch_s = self.m, self.moves[:, i], self.fetch[:, i]
-        reload_s: Floats = self.load[:, i] * self.reload[:, i]
+        m, moves, fetch_s = self.m, self.moves[i], self.fetch[i]
+        reload_s: Floats = self.load[i] * self.reload[i]
         if m > 1:
-            self._upload(reload_s, 0.0, gated=self.streamed[:, i])
+            self._upload(reload_s, 0.0, gated=self.streamed[i])
             self.h2d_s = self.h2d_s + rest_s
         fetched, fetched_all = self._fetch(i)
         if m == 1:
-            self._upload(reload_s, 0.0, gated=self.streamed[:, i])
-        one_s = self.backward[:, i]
+            self._upload(reload_s, 0.0, gated=self.streamed[i])
+        one_s = self.backward[i]
         start = np.where(moves, np.maximum(self._ready(), fetched), self._ready())
         if m == 1:
-            start = np.where(self.on_host[:, i], np.maximum(start, self.grad_slots[:, 0]), start)
+            start = np.where(self.on_host[i], np.maximum(start, self.grad_slots[0]), start)
         end = start + m * one_s
         num_first = min(self.slots, m)
         left_s = (m - num_first) * fetch_s
         end = np.where(moves, np.maximum(end, fetched_all + left_s + one_s), end)
-        self._push("fetch_slots", moves, [end - k * one_s for k in range(min(m, self.slots) - 1, -1, -1)])
+        self._push(self.fetch_slots, moves, [end - k * one_s for k in range(min(m, self.slots) - 1, -1, -1)])
         if m > 1:
-            end = np.where(self.on_host[:, i], np.maximum(end, self.grad_slots[:, 0]), end)
+            end = np.where(self.on_host[i], np.maximum(end, self.grad_slots[0]), end)
         self.compute_s = end + self.norm[i]
-        self._push("weight_slots", self.streamed[:, i], [self.compute_s])
-        sent = np.maximum(self.d2h_s, self.compute_s) + self.grads[:, i]
-        self.d2h_s = np.where(self.on_host[:, i], sent, self.d2h_s)
-        self._push("grad_slots", self.on_host[:, i], [sent])
+        self._push(self.weight_slots, self.streamed[i], [self.compute_s])
+        sent = np.maximum(self.d2h_s, self.compute_s) + self.grads[i]
+        self.d2h_s = np.where(self.on_host[i], sent, self.d2h_s)
+        self._push(self.grad_slots, self.on_host[i], [sent])
         return left_s * moves
 
     def _fetch(self, i: int) -> tuple[Floats, Floats]:
         """Fetches that may run before the block computes; ends of the first and of all of them."""
-        moves, fetch_s = self.moves[:, i], self.fetch[:, i]
+        moves, fetch_s = self.moves[i], self.fetch[i]
         time = np.maximum(self.h2d_s, self.save_first[i])
         first = time
         for k in range(min(self.slots, self.m)):
-            time = np.maximum(time, self.fetch_slots[:, k]) + fetch_s
+            time = np.maximum(time, self.fetch_slots[k]) + fetch_s
             first = time if k == 0 else first
         time = np.maximum(time, self.save_last[i])
         self.h2d_s = np.where(moves, time, self.h2d_s)
