@@ -20,7 +20,7 @@ from lazysched.profiles.files import check_folder, measure_storage
 from lazysched.profiles.links import measure_copies
 from lazysched.profiles.stages import StageMeasurements, measure_stages
 from lazysched.profiles.updates import measure_updates
-from lazysched.runtime.machine import configure_allocator, device_memory, hardware_id, host_memory
+from lazysched.runtime.machine import configure_allocator, context_bytes, device_memory, hardware_id, host_memory
 from lazysched.runtime.model import Model
 from lazysched.runtime.sources import resolve_model
 from lazysched.schemas import Dtype, Profile, SaveVariant, Stage, Tier
@@ -190,9 +190,7 @@ def _context_bytes(device: torch.device) -> int:
         return 0
     torch.cuda.synchronize(device)
     _free_memory(device)
-    free_bytes, total_bytes = torch.cuda.mem_get_info(device)
-    outside_bytes = total_bytes - free_bytes - torch.cuda.memory_reserved(device)
-    return max(0, outside_bytes) + torch.cuda.memory_allocated(device)
+    return context_bytes(device) + torch.cuda.memory_allocated(device)
 
 
 def _device_type(device: torch.device) -> Literal["cuda", "cpu"]:

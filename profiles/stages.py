@@ -134,8 +134,8 @@ class _Measuring:
 
         saved = {"input": aligned(hidden.nbytes)}
         if keep:
-            saved["intermediates"] = forward()[1].intermediate_bytes
-        block_pass = Pass(forward, backward, lambda kept: kept[0].nbytes + sum(kept[1].sizes))
+            saved["intermediates"] = forward()[1].kept.intermediate_bytes
+        block_pass = Pass(forward, backward, lambda kept: kept[0].nbytes + sum(kept[1].kept.sizes))
         variant = self._variant("all" if keep else "input", saved, block_pass)
         self._end_run()
         return variant

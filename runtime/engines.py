@@ -11,7 +11,7 @@ import torch
 from lazysched.schemas import Engine
 
 Done = torch.cuda.Event | Future[None] | None
-"""Tells when an operation has finished: an event of its stream, the worker's promise, or nothing where it already has."""
+"""Tells when an operation has finished: an event of its stream, the promise of the worker; None where it has."""
 
 RESERVED_CORES = 2
 """Cores left to the thread that launches kernels and to the driver."""

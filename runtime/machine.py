@@ -57,18 +57,29 @@ def device_memory(device: torch.device) -> tuple[int, int]:
     return total_bytes, free_bytes
 
 
-def configure_allocator(device: torch.device) -> None:
-    """Let torch's GPU allocator grow its segments, which wastes least where sizes vary; nothing to do on a CPU.
+def context_bytes(device: torch.device) -> int:
+    """GPU memory in use that torch's allocator does not hold: the driver's context, and other processes."""
+    free_bytes, total_bytes = torch.cuda.mem_get_info(device)
+    return total_bytes - free_bytes - torch.cuda.memory_reserved(device)
 
-    To be called before the first allocation on the device.
+
+def configure_allocator(device: torch.device, budget_bytes: int | None = None) -> None:
+    """Let torch's allocator grow its segments in place, which keeps fragmentation low, and hold it to a budget.
+
+    Args:
+        device: nothing happens unless it is a CUDA device.
+        budget_bytes: most bytes that this process may take on the GPU, the driver's context included.
     """
     if device.type != "cuda":
         return
-    settings = "expandable_segments:True"
-    if hasattr(torch._C, "_accelerator_setAllocatorSettings"):
-        torch._C._accelerator_setAllocatorSettings(settings)
-    else:  # older torch has it under this name alone, newer ones warn of it
-        torch.cuda.memory._set_allocator_settings(settings)
+    if hasattr(torch._C, "_accelerator_setAllocatorSettings"):  # torch 2.11 moved it here
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+    else:
+        torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+    if budget_bytes is not None:
+        total_bytes = torch.cuda.mem_get_info(device)[1]
+        share = (budget_bytes - context_bytes(device)) / total_bytes
+        torch.cuda.set_per_process_memory_fraction(min(1.0, max(share, 0.0)), device)
 
 
 def rss_bytes() -> int:
@@ -85,6 +96,11 @@ def peak_rss_bytes(root: Path = _ROOT) -> int:
     match = re.search(r"^VmHWM:\s*(\d+) kB$", status, re.MULTILINE)
     assert match, "/proc/self/status has no VmHWM"
     return int(match.group(1)) * 1024
+
+
+def reset_peak_rss() -> None:
+    """Let ``peak_rss_bytes`` start again from what is held now (Linux: writing 5 to ``clear_refs``)."""
+    Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
 
 
 def hardware_id(device: torch.device, root: Path = _ROOT) -> str:

@@ -1,0 +1,133 @@
+"""The training loop: launches steps, reads their numbers one step late, stops on gradients that are not finite."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field
+
+from lazysched.errors import RunError
+from lazysched.runtime.batch import Batch
+from lazysched.runtime.executor import Executor, StepResult
+from lazysched.runtime.schedule import LearningRateSchedule
+
+MAX_SKIPPED_IN_A_ROW = 3
+WARM_UP_STEPS = 2
+"""Steps that are left out of the measured step time."""
+
+
+@dataclass(frozen=True)
+class StepRow:
+    """What one step reports."""
+
+    step: int
+    loss: float
+    grad_norm: float
+    learning_rate: float
+    tokens: int
+    trained_tokens: int
+    step_s: float
+    skipped: bool
+
+
+@dataclass
+class History:
+    """Rows of all steps."""
+
+    rows: list[StepRow] = field(default_factory=list)
+
+    @property
+    def losses(self) -> list[float]:
+        """Mean loss of each step."""
+        return [row.loss for row in self.rows]
+
+    @property
+    def step_s(self) -> float | None:
+        """Median time of a step after warm-up; None for a run that is shorter than that."""
+        times = [row.step_s for row in self.rows[WARM_UP_STEPS:]]
+        return statistics.median(times) if times else None
+
+    def jsonl(self) -> str:
+        """One JSON object a step."""
+        return "".join(json.dumps(asdict(row)) + "\n" for row in self.rows)
+
+
+class TrainingLoop:
+    """Runs ``num_steps`` steps.
+
+    Args:
+        executor: with weights loaded.
+        batch_of: step -> its batch.
+        schedule: step -> learning rate.
+        report: called with each row as it becomes known.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        batch_of: Callable[[int], Batch],
+        schedule: LearningRateSchedule,
+        report: Callable[[StepRow], None],
+    ) -> None:
+        self._executor, self._batch_of, self._schedule, self._report = executor, batch_of, schedule, report
+        self._history = History()
+        self._skipped_in_a_row = 0
+        self._last_time_s = 0.0
+
+    def run(self) -> History:
+        """Train.
+
+        Raises:
+            RunError: the gradient was not finite ``MAX_SKIPPED_IN_A_ROW`` times in a row.
+        """
+        self._last_time_s = time.perf_counter()
+        waiting: tuple[int, Batch, StepResult] | None = None
+        for step in range(self._schedule.num_steps):
+            batch = self._batch_of(step)
+            result = self._executor.step(batch, self._schedule.rate(step))
+            # Reading the numbers of a step that runs waits for it, so the next one is launched first.
+            if waiting is not None:
+                self._read(*waiting)
+            waiting = (step, batch, result)
+            if not result.is_running:
+                self._read(*waiting)
+                waiting = None
+        if waiting is not None:
+            self._read(*waiting)
+        self._executor.drain()
+        return self._history
+
+    def _read(self, step: int, batch: Batch, result: StepResult) -> None:
+        loss, grad_norm, skipped = result.loss, result.grad_norm, result.skipped
+        now_s = time.perf_counter()
+        row = StepRow(
+            step=step, loss=loss, grad_norm=grad_norm, learning_rate=self._schedule.rate(step),
+            tokens=batch.input_ids.numel(), trained_tokens=batch.num_trained_tokens,
+            step_s=now_s - self._last_time_s, skipped=skipped,
+        )  # fmt: skip
+        self._last_time_s = now_s
+        self._history.rows.append(row)
+        self._report(row)
+        self._skipped_in_a_row = self._skipped_in_a_row + 1 if skipped else 0
+        if self._skipped_in_a_row == MAX_SKIPPED_IN_A_ROW:
+            raise RunError(
+                f"step {step}: the gradient norm was {grad_norm} in {MAX_SKIPPED_IN_A_ROW} steps in a row, "
+                f"the last loss {loss}; lower --learning-rate or look at the data of these steps"
+            )
+
+
+def mean_loss(executor: Executor, batches: Iterable[Batch]) -> float:
+    """Loss per trained token over ``batches``, nothing changes.
+
+    Raises:
+        RunError: no token of the batches is trained.
+    """
+    total, num_tokens = 0.0, 0
+    for batch in batches:
+        total += executor.evaluate(batch).loss * batch.num_trained_tokens
+        num_tokens += batch.num_trained_tokens
+    if num_tokens == 0:
+        raise RunError("evaluation: no token is trained; give data with answers that fit the plan's seq_len")
+    return total / num_tokens

@@ -1,0 +1,281 @@
+"""``train``: a plan, a model and a data file become a trained model in a Hugging Face folder."""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from rich.console import Console
+from transformers import AutoTokenizer
+
+from lazysched.errors import RunError, UsageError
+from lazysched.runtime import data as data_module
+from lazysched.runtime import machine
+from lazysched.runtime.checkpoint import TensorReader, check_output_dir, write_folder
+from lazysched.runtime.loop import History, TrainingLoop, mean_loss
+from lazysched.runtime.optimizer import AdamWSettings
+from lazysched.runtime.progress import ProgressReport
+from lazysched.runtime.schedule import LearningRateSchedule, SchedulerType
+from lazysched.runtime.session import Session
+from lazysched.runtime.sources import ModelSource, resolve_model
+from lazysched.schemas import Plan
+from lazysched.units import format_bytes, format_seconds
+
+LOG_FILE = "train_log.jsonl"
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """What a run measured, beside what its plan predicted."""
+
+    output_dir: Path
+    losses: list[float]
+    measured_step_s: float | None
+    """Median after warm-up; None for a run of fewer steps than that."""
+    predicted_step_s: float | None
+    peak_bytes: dict[str, int]
+    """tier -> bytes; on a CPU both tiers are one memory, named ``gpu+host``."""
+    predicted_peak_bytes: dict[str, int]
+    held_out_loss_before: float | None
+    held_out_loss_after: float | None
+
+
+@dataclass(frozen=True)
+class _Inputs:
+    """Everything that is checked before memory is taken."""
+
+    source: ModelSource
+    train: data_module.Dataset
+    held_out: data_module.Dataset | None
+    pad_id: int | None
+
+
+def train(
+    plan: Plan,
+    *,
+    model: str,
+    data: str,
+    output_dir: str,
+    eval_data: str | None = None,
+    init: Literal["pretrained", "random"] = "pretrained",
+    device: str | None = None,
+    max_steps: int | None = None,
+    num_train_epochs: float = 1.0,
+    learning_rate: float = 2e-5,
+    lr_scheduler_type: SchedulerType = "linear",
+    warmup_ratio: float = 0.0,
+    weight_decay: float = 0.0,
+    max_grad_norm: float | None = None,
+    adam_beta1: float = 0.9,
+    adam_beta2: float = 0.999,
+    adam_epsilon: float = 1e-8,
+    seed: int = 42,
+    logging_steps: int = 1,
+    console: Console | None = None,
+) -> TrainResult:
+    """Train as ``plan`` says and write the model to ``output_dir``.
+
+    Args:
+        plan: solved for this model; another machine than the plan's only draws a warning.
+        model: Hugging Face folder, hub name, GGUF file, or a config.json with ``init="random"``.
+        data: JSON or JSONL file.
+        output_dir: new or empty, or written by an earlier run.
+        eval_data: held-out file; its loss is taken before and after.
+        init: ``random`` draws the weights.
+        device: ``cuda`` or ``cpu``; None takes the GPU where there is one.
+        max_steps: number of steps; None trains ``num_train_epochs`` epochs.
+        num_train_epochs: passes over the data where ``max_steps`` is None.
+        learning_rate: peak of the schedule.
+        lr_scheduler_type: what follows the warm-up.
+        warmup_ratio: share of the run that warms up.
+        weight_decay: of matrices; biases and norms do not decay.
+        max_grad_norm: global norm to clip to, 0 gives clipping up; None takes the plan's.
+        adam_beta1: decay of the first moment.
+        adam_beta2: decay of the second moment.
+        adam_epsilon: added to the root of the second moment.
+        seed: of the data's order and of random weights.
+        logging_steps: steps between plain lines where there is no terminal.
+        console: where progress goes.
+
+    Raises:
+        UsageError: an argument, the plan, the model or the data is wrong; nothing was written.
+        RunError: the run failed; nothing was written.
+    """
+    _check_numbers(max_steps, num_train_epochs, learning_rate, warmup_ratio, max_grad_norm, logging_steps)
+    console = console or Console()
+    target = _device(device)
+    folder = Path(output_dir)
+    check_output_dir(folder)
+    inputs = _read_inputs(plan, model, data, eval_data, init)
+    _compare_hardware(plan, target, console)
+    settings = AdamWSettings(adam_beta1, adam_beta2, adam_epsilon, weight_decay)
+    clip_norm = plan.update.clip_norm if max_grad_norm is None else (max_grad_norm or None)
+    batches = data_module.Batches(inputs.train, plan.batch_size, plan.seq_len, seed, inputs.pad_id)
+    num_steps = batches.num_steps(num_train_epochs) if max_steps is None else max_steps
+    schedule = LearningRateSchedule(learning_rate, lr_scheduler_type, num_steps, warmup_ratio)
+    memory = _Memory(target, plan)
+    try:
+        with _open(plan, inputs.source, target, settings, clip_norm) as session:
+            _fill(session, inputs.source, init, seed)
+            before = _held_out_loss(session, inputs)
+            predicted = plan.predicted.step_s if plan.predicted else None
+            with ProgressReport(console, num_steps, predicted, logging_steps) as report:
+                history = TrainingLoop(session.executor, batches.batch, schedule, report).run()
+            after = _held_out_loss(session, inputs)
+            measured = memory.peaks(session)
+            _export(session, inputs.source, folder, history)
+    except torch.OutOfMemoryError as error:
+        raise _out_of_memory(plan, error) from None
+    result = TrainResult(folder, history.losses, history.step_s, predicted, measured, memory.predicted(), before, after)
+    print_result(result, console)
+    return result
+
+
+def _check_numbers(
+    max_steps: int | None,
+    epochs: float,
+    learning_rate: float,
+    warmup_ratio: float,
+    max_grad_norm: float | None,
+    logging: int,
+) -> None:
+    wrong = {
+        "max_steps": max_steps is not None and max_steps < 1,
+        "num_train_epochs": not (math.isfinite(epochs) and epochs > 0),
+        "learning_rate": not (math.isfinite(learning_rate) and learning_rate >= 0),
+        "warmup_ratio": not 0 <= warmup_ratio <= 1,
+        "max_grad_norm": max_grad_norm is not None and not max_grad_norm >= 0,
+        "logging_steps": logging < 1,
+    }
+    values = dict(zip(wrong, (max_steps, epochs, learning_rate, warmup_ratio, max_grad_norm, logging), strict=True))
+    for name in (name for name, is_wrong in wrong.items() if is_wrong):
+        allowed = {"warmup_ratio": "between 0 and 1", "learning_rate": "0 or more", "max_grad_norm": "0 or more"}.get(
+            name, "above 0"
+        )
+        raise UsageError(f"{name}: {values[name]} is out of range; give a number {allowed}")
+
+
+def _device(name: str | None) -> torch.device:
+    if name not in (None, "auto", "cuda", "cpu"):
+        raise UsageError(f"device: {name!r} is not known; use cuda or cpu")
+    available = torch.cuda.is_available()
+    if name == "cuda" and not available:
+        raise UsageError("device: cuda is not available here; use --device cpu or install a CUDA build of torch")
+    return torch.device("cpu" if name == "cpu" or not available else "cuda")
+
+
+def _read_inputs(plan: Plan, model: str, data: str, eval_data: str | None, init: str) -> _Inputs:
+    source = resolve_model(model)
+    if init == "pretrained" and not source.has_weights:
+        raise UsageError(f"model: {model} has no weights; use --init random or name a folder with safetensors files")
+    if not source.has_tokenizer:
+        raise UsageError(f"model: {source.config_dir} has no tokenizer; put the tokenizer's files beside config.json")
+    tokenizer: Any = AutoTokenizer.from_pretrained(source.config_dir)
+    files = [data] if eval_data is None else [data, eval_data]
+    datasets = [data_module.Dataset.load(file, tokenizer, plan.seq_len) for file in files]
+    for dataset in datasets:
+        data_module.check_vocabulary(dataset, source.config.vocab_size)
+    return _Inputs(source, datasets[0], datasets[1] if eval_data else None, tokenizer.pad_token_id)
+
+
+def _compare_hardware(plan: Plan, device: torch.device, console: Console) -> None:
+    here = machine.hardware_id(device)
+    if here != plan.hardware_id:
+        console.print(
+            f"warning: the plan was solved for {plan.hardware_id}, this is {here}; its predictions may not hold here",
+            style="yellow", soft_wrap=True,
+        )  # fmt: skip
+
+
+def _open(
+    plan: Plan, source: ModelSource, device: torch.device, settings: AdamWSettings, clip_norm: float | None
+) -> Session:
+    machine.configure_allocator(device, plan.budget_bytes.get("gpu"))
+    host_limit_bytes = machine.host_memory()[1]
+    if "host" in plan.budget_bytes:
+        host_limit_bytes = min(host_limit_bytes, plan.budget_bytes["host"])
+    return Session(
+        plan, source.config, device, settings=settings, max_grad_norm=clip_norm, host_limit_bytes=host_limit_bytes
+    )
+
+
+def _fill(session: Session, source: ModelSource, init: str, seed: int) -> None:
+    if init == "random":
+        session.initialise(seed)
+        return
+    with TensorReader(source.weight_files) as reader:
+        session.load(reader.read_into)
+
+
+def _held_out_loss(session: Session, inputs: _Inputs) -> float | None:
+    if inputs.held_out is None:
+        return None
+    plan = session.plan
+    batches = data_module.evaluation_batches(inputs.held_out, plan.batch_size, plan.seq_len, inputs.pad_id)
+    return mean_loss(session.executor, batches)
+
+
+def _export(session: Session, source: ModelSource, folder: Path, history: History) -> None:
+    session.executor.drain()
+    write_folder(
+        folder, source.config, session.weight_names(), session.weight, session.model.dtype,
+        source_dir=source.config_dir,
+        extra_files={LOG_FILE: history.jsonl(), "plan.json": session.plan.model_dump_json(indent=1)},
+    )  # fmt: skip
+
+
+class _Memory:
+    """Peaks of a run against the plan's, from before the run's memory is taken."""
+
+    def __init__(self, device: torch.device, plan: Plan) -> None:
+        self._device, self._plan = device, plan
+        machine.reset_peak_rss()
+        self._rss_before = machine.rss_bytes()
+
+    def peaks(self, session: Session) -> dict[str, int]:
+        """Most bytes so far, by tier."""
+        if self._device.type == "cuda":
+            return {
+                "gpu": torch.cuda.max_memory_reserved() + machine.context_bytes(self._device),
+                "host": session.buffers.arena.total_bytes,
+            }
+        return {"gpu+host": max(0, machine.peak_rss_bytes() - self._rss_before)}
+
+    def predicted(self) -> dict[str, int]:
+        """What the plan predicts of the same tiers."""
+        if self._plan.predicted is None:
+            return {}
+        peaks = self._plan.predicted.peak_bytes
+        both = {"gpu": peaks.get("gpu", 0), "host": peaks.get("host", 0)}
+        return both if self._device.type == "cuda" else {"gpu+host": sum(both.values())}
+
+
+def _out_of_memory(plan: Plan, error: torch.OutOfMemoryError) -> RunError:
+    planned = plan.predicted.peak_bytes.get("gpu") if plan.predicted else None
+    wanted = "without a prediction" if planned is None else f"for {format_bytes(planned)}"
+    return RunError(
+        f"GPU memory: planned {wanted}, of which {format_bytes(torch.cuda.max_memory_allocated())} were in use when "
+        f"more was asked for; solve again with a smaller --gpu-memory or --batch-size"
+    )
+
+
+def print_result(result: TrainResult, console: Console) -> None:
+    """Predicted against measured, and the held-out loss before and after."""
+    lines = []
+    if result.measured_step_s is not None:
+        predicted = result.predicted_step_s
+        beside = "" if predicted is None else f" (predicted {format_seconds(predicted)})"
+        lines.append(f"step time {format_seconds(result.measured_step_s)}{beside}")
+    for tier, size in result.peak_bytes.items():
+        planned = result.predicted_peak_bytes.get(tier)
+        beside = "" if planned is None else f" (predicted {format_bytes(planned)})"
+        lines.append(f"peak memory {tier} {format_bytes(size)}{beside}")
+    if result.held_out_loss_before is not None:
+        lines.append(f"held-out loss {result.held_out_loss_before:.4f} before, {result.held_out_loss_after:.4f} after")
+    lines.append(f"model written to {os.fspath(result.output_dir)}")
+    for line in lines:
+        console.print(line, highlight=False, soft_wrap=True)

@@ -1,0 +1,129 @@
+"""A quick lower bound for a candidate: how many blocks take which option, without order and without windows.
+
+A relaxation of the placement program with about twenty variables, so that most candidates of the outer search need
+never be built. Legend: n[g][o] and s[g][c] count the blocks of group g (equal costs) by save option and state choice;
+v[k] is the share of vocabulary option k.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pulp
+
+from lazysched.solver.decisions import Expression
+from lazysched.solver.highs import solve_problem
+from lazysched.solver.instance import STATE_CHOICES, Instance, SaveOption, StageCosts, StateChoice
+from lazysched.solver.memory_rows import Budgets
+
+
+def count_bound_s(instance: Instance, budgets: Budgets, max_prefetch_depth: int) -> float:
+    """No plan of this candidate has a shorter step; infinite if not even the memory at the turn can fit.
+
+    It also holds for the same candidate with a prefetch depth up to ``max_prefetch_depth``, which only needs more memory.
+    """
+    problem = pulp.LpProblem("counts", pulp.LpMinimize)
+    counts = _Counts(problem, instance)
+    period = pulp.LpVariable("T", 0)
+    problem += period + 0
+    _add_times(problem, instance, counts, period, max_prefetch_depth + 1)
+    _add_memory(problem, instance, counts, budgets)
+    return solve_problem(problem, gap=0.0, time_limit_s=5.0, seed=0, relaxed=True).bound
+
+
+@dataclass(frozen=True)
+class _Group:
+    costs: StageCosts
+    options: tuple[SaveOption, ...]
+    saves: list[pulp.LpVariable]
+    states: dict[StateChoice, pulp.LpVariable]
+
+
+class _Counts:
+    """Count variables and sums over them."""
+
+    def __init__(self, problem: pulp.LpProblem, instance: Instance) -> None:
+        self.instance = instance
+        members: dict[int, int] = {}
+        pairs: dict[int, tuple[StageCosts, tuple[SaveOption, ...]]] = {}
+        for costs, options in zip(instance.blocks, instance.saves, strict=True):
+            members[id(costs)] = members.get(id(costs), 0) + 1
+            pairs[id(costs)] = (costs, options)
+        self.groups = []
+        for g, (key, (costs, options)) in enumerate(pairs.items()):
+            saves = [pulp.LpVariable(f"n_{g}_{o}", 0) for o in range(len(options))]
+            states = {choice: pulp.LpVariable(f"s_{g}_{choice}", 0) for choice in STATE_CHOICES}
+            problem += pulp.lpSum(saves) == members[key]
+            problem += pulp.lpSum(states.values()) == members[key]
+            self.groups.append(_Group(costs, options, saves, states))
+        self.v = [pulp.LpVariable(f"v_{k}", 0) for k in range(len(instance.vocabulary_options))]
+        problem += pulp.lpSum(self.v) == 1
+
+    def save(self, coefficient: Callable[[SaveOption], float]) -> Expression:
+        """Sum over all blocks' save options."""
+        return pulp.lpSum(coefficient(o) * n for g in self.groups for o, n in zip(g.options, g.saves, strict=True))
+
+    def state(self, coefficient: Callable[[StageCosts], float], *choices: StateChoice) -> Expression:
+        """Sum of ``coefficient`` over the blocks whose state choice is one of ``choices``."""
+        return pulp.lpSum(coefficient(g.costs) * g.states[choice] for g in self.groups for choice in choices)
+
+    def ends(self, coefficient: Callable[[StageCosts], float], *, gpu: bool) -> Expression:
+        """Sum of ``coefficient`` over embedding and head where the GPU (or else the host) updates them."""
+        instance = self.instance
+        return pulp.lpSum(
+            v * sum(
+                coefficient(costs)
+                for choice, costs in ((option.embed, instance.embed), (option.head, instance.head))
+                if (choice == "gpu") == gpu
+            )
+            for v, option in zip(self.v, instance.vocabulary_options, strict=True)
+        )  # fmt: skip
+
+
+def _add_times(
+    problem: pulp.LpProblem, instance: Instance, counts: _Counts, period: pulp.LpVariable, slots: int
+) -> None:
+    """Every engine must fit its work into T; updates come between a step's backward and the next head."""
+    m = instance.candidate.accumulation
+    host: tuple[StateChoice, ...] = ("resident", "streamed")
+    ends_s = instance.head_s + instance.embed_backward_s
+    backward = counts.save(lambda o: m * o.backward_s) + sum(block.norm_s for block in instance.blocks) + ends_s
+    forward = m * instance.embed_forward_s + counts.save(lambda o: m * o.forward_s)
+    gpu_updates = counts.state(lambda c: c.gpu_update_s, "gpu") + counts.ends(lambda c: c.gpu_update_s, gpu=True)
+    problem += period >= forward + backward + gpu_updates
+    updates = counts.state(lambda c: c.cpu_update_s, *host) + counts.ends(lambda c: c.cpu_update_s, gpu=False)
+    problem += period >= backward + updates
+    loads = counts.state(lambda c: c.load_s, *host) + counts.ends(lambda c: c.load_s, gpu=False)
+    again = counts.state(lambda c: c.load_s, "streamed") - slots * max(c.load_s for c in instance.blocks)
+    fetches = counts.save(lambda o: m * o.fetch_s)
+    problem += period >= loads + fetches
+    problem += period >= loads + again + fetches
+    grads = counts.state(lambda c: c.grads_s, *host) + counts.ends(lambda c: c.grads_s, gpu=False)
+    problem += period >= counts.save(lambda o: m * o.save_s) + grads
+
+
+def _add_memory(problem: pulp.LpProblem, instance: Instance, counts: _Counts, budgets: Budgets) -> None:
+    """Memory when forward has ended, and the host."""
+    candidate = instance.candidate
+    m, num_blocks = candidate.accumulation, instance.num_blocks
+    streamed = counts.state(lambda c: c.weight_gb, "streamed")
+    host_state = counts.state(lambda c: c.weight_gb, "resident", "streamed")
+    slots = ((candidate.prefetch_depth + 1) * streamed + (candidate.d2h_lag + 1) * host_state) * (1 / num_blocks)
+    own = counts.state(lambda c: c.weight_gb, "resident") + counts.state(lambda c: c.stored_gb, "gpu")
+    moving_gb = (candidate.prefetch_depth + candidate.d2h_lag + 2) * instance.moving_slot_gb
+    vocabulary = pulp.lpSum(
+        (option.gpu_gb + option.grads_slot_gb) * v
+        for v, option in zip(counts.v, instance.vocabulary_options, strict=True)
+    )
+    working_gb = max(
+        min(option.working_gb for option in instance.saves[-1]),
+        instance.hidden_gb + instance.head_variant.working_backward_bytes / 1e9,
+    )
+    kept = counts.save(lambda o: m * o.kept_gb)
+    constant_gb = instance.gpu_constant_gb + moving_gb + m * instance.hidden_gb + working_gb
+    problem += constant_gb + slots + own + vocabulary + kept <= budgets.gpu_gb
+    stores = counts.state(lambda c: c.stored_gb, "resident", "streamed")
+    ends = pulp.lpSum(o.host_gb * v for v, o in zip(counts.v, instance.vocabulary_options, strict=True))
+    offloaded = counts.save(lambda o: m * o.offloaded_gb)
+    problem += instance.host_constant_gb + stores + ends + offloaded <= budgets.host_gb

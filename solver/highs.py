@@ -1,0 +1,100 @@
+"""HiGHS inside this process, through PuLP, with a warm start and an honest account of how a solve ended.
+
+Three traps are handled here. A wall-clock stop with an incumbent is reported by PuLP as ``Optimal``: the status comes
+from HiGHS itself. ``pulp.HiGHS`` has no warm start: it is set between building and running. Another number of threads
+within one process silently yields no solution: the scheduler is reset before every solve.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import highspy
+import pulp
+
+NUM_THREADS = 2
+"""One fixed number, so that a plan does not depend on the machine that solves it."""
+
+Status = Literal["optimal", "feasible", "infeasible", "time_limit"]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a solve ended.
+
+    Attributes:
+        status: ``optimal`` within the gap, ``feasible`` when stopped with a solution, ``infeasible``, or ``time_limit``
+            without any.
+        objective: of the solution; infinite without one.
+        bound: no solution is better.
+    """
+
+    status: Status
+    objective: float
+    bound: float
+
+    @property
+    def has_solution(self) -> bool:
+        """Whether the variables hold a solution."""
+        return self.status in ("optimal", "feasible")
+
+
+class _WarmHighs(pulp.HiGHS):
+    """``pulp.HiGHS`` that starts from given values of some variables."""
+
+    start_values: Mapping[str, float] = {}  # noqa: RUF012 - replaced as a whole, never changed
+
+    def callSolver(self, lp: Any) -> None:
+        if self.start_values:
+            known = [variable for variable in lp.variables() if variable.name in self.start_values]
+            values = [self.start_values[variable.name] for variable in known]
+            lp.solverModel.setSolution(len(known), [variable.index for variable in known], values)
+        lp.solverModel.run()
+
+
+def solve_problem(
+    problem: pulp.LpProblem,
+    *,
+    gap: float,
+    time_limit_s: float,
+    seed: int,
+    start_values: Mapping[str, float] | None = None,
+    relaxed: bool = False,
+) -> Outcome:
+    """Solve ``problem`` to a relative ``gap``; its variables hold the solution afterwards.
+
+    Args:
+        problem: to be minimised.
+        gap: (objective - bound) / objective at which to stop.
+        time_limit_s: wall-clock seconds.
+        seed: of HiGHS' random choices.
+        start_values: variable name -> value, for the binaries of a known solution.
+        relaxed: with True, integrality is dropped: a quick lower bound.
+    """
+    highspy.Highs.resetGlobalScheduler(True)
+    solver = _WarmHighs(
+        mip=not relaxed, msg=False, gapRel=gap, timeLimit=max(time_limit_s, 0.01), threads=NUM_THREADS,
+        random_seed=seed, log_to_console=False,
+    )  # fmt: skip
+    solver.start_values = start_values or {}
+    problem.solve(solver)
+    return _outcome(problem, relaxed)
+
+
+def _outcome(problem: pulp.LpProblem, relaxed: bool) -> Outcome:
+    model = problem.solverModel
+    status, info = model.getModelStatus(), model.getInfo()
+    infeasible = (highspy.HighsModelStatus.kInfeasible, highspy.HighsModelStatus.kUnboundedOrInfeasible)
+    if status in infeasible:
+        return Outcome("infeasible", math.inf, math.inf)
+    if status == highspy.HighsModelStatus.kOptimal:
+        objective = float(info.objective_function_value)
+        return Outcome("optimal", objective, objective if relaxed else float(info.mip_dual_bound))
+    assert status == highspy.HighsModelStatus.kTimeLimit, f"HiGHS ended with {status}"
+    bound = -math.inf if relaxed else float(info.mip_dual_bound)
+    if problem.sol_status == pulp.LpSolutionIntegerFeasible and not relaxed:
+        return Outcome("feasible", float(info.objective_function_value), bound)
+    return Outcome("time_limit", math.inf, bound)

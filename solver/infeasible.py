@@ -1,0 +1,98 @@
+"""Why no plan fits: the fewest bytes by which budgets would have to grow, found by an elastic program.
+
+Only memory matters here, so the program has the memory rows alone, each budget with a slack that is minimised: one tier
+at a time, and all together. The answer is then taken from the plan itself, byte by byte.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import pulp
+
+from lazysched.errors import InfeasibleError
+from lazysched.schemas import Tier
+from lazysched.solver.decisions import Decisions
+from lazysched.solver.highs import solve_problem
+from lazysched.solver.instance import Candidate, Instance
+from lazysched.solver.memory_rows import Budgets, add_memory_rows
+from lazysched.solver.plans import Choices
+
+TIERS: tuple[Tier, ...] = ("gpu", "host")
+_FLAGS = {"gpu": "--gpu-memory", "host": "--host-memory"}
+_TIME_LIMIT_S = 10.0
+
+
+@dataclass(frozen=True)
+class Closest:
+    """The choices that miss the budgets by the fewest GB."""
+
+    instance: Instance
+    choices: Choices
+    missing_gb: float
+
+
+def closest(
+    instances: Sequence[Instance], budgets: Callable[[Instance], Budgets], elastic: Sequence[Tier], seed: int
+) -> Closest | None:
+    """Over all ``instances``, the choices that need least more of the ``elastic`` tiers while the others hold."""
+    best: Closest | None = None
+    for instance in instances:
+        problem, decisions = _elastic_program(instance, budgets(instance), elastic)
+        limit = math.inf if best is None else best.missing_gb
+        relaxed = solve_problem(problem, gap=0.0, time_limit_s=_TIME_LIMIT_S, seed=seed, relaxed=True)
+        if relaxed.status != "optimal" or relaxed.objective >= limit:
+            continue
+        outcome = solve_problem(problem, gap=1e-6, time_limit_s=_TIME_LIMIT_S, seed=seed)
+        if outcome.has_solution and outcome.objective < limit:
+            best = Closest(instance, decisions.choices(), outcome.objective)
+    return best
+
+
+def _elastic_program(
+    instance: Instance, budgets: Budgets, elastic: Sequence[Tier]
+) -> tuple[pulp.LpProblem, Decisions]:
+    problem = pulp.LpProblem("elastic", pulp.LpMinimize)
+    decisions = Decisions(problem, instance)
+    slack = {tier: pulp.LpVariable(f"slack_{tier}", 0) for tier in elastic}
+    add_memory_rows(problem, instance, decisions, budgets, slack)
+    problem += pulp.lpSum(slack.values())
+    return problem, decisions
+
+
+def memory_candidates(micro_batches: Mapping[int, int], limits: Mapping[int, Sequence[int]]) -> list[Candidate]:
+    """Candidates that differ in memory; a deeper prefetch only needs more. Arguments: micro-batch -> accumulation,
+    micro-batch -> sizes that may be sent to the host."""
+    return [
+        Candidate(micro_batch, accumulation, offload_limit_bytes=limit)
+        for micro_batch, accumulation in micro_batches.items()
+        for limit in limits[micro_batch]
+    ]
+
+
+def explain(missing: Mapping[tuple[Tier, ...], Mapping[Tier, int]], budget_bytes: Mapping[Tier, int]) -> InfeasibleError:
+    """The error to raise.
+
+    Args:
+        missing: tiers that were allowed to grow -> tier -> bytes that the closest plan then exceeds its budget by; absent
+            when growing those tiers cannot help.
+        budget_bytes: the budgets.
+    """
+    alone = {tier: missing[(tier,)][tier] for tier in TIERS if (tier,) in missing}
+    if alone:
+        wanted = " or ".join(_needs(tier, size, budget_bytes) for tier, size in alone.items())
+        helpless = [tier for tier in TIERS if tier not in alone]
+        note = f" (more {helpless[0]} memory alone cannot help)" if helpless else ""
+        flags = " or ".join(_FLAGS[tier] for tier in alone)
+    else:
+        both = missing[TIERS]
+        wanted = " and ".join(_needs(tier, size, budget_bytes) for tier, size in both.items() if size > 0)
+        note, flags = " (neither alone can help)", " and ".join(_FLAGS[tier] for tier in TIERS)
+    message = f"no plan fits: {wanted}{note}; lower --micro-batch/--seq-len or raise {flags}"
+    return InfeasibleError(message, {str(tier): size for tier, size in alone.items()})
+
+
+def _needs(tier: Tier, size: int, budget_bytes: Mapping[Tier, int]) -> str:
+    return f"{tier} needs {size / 1e9:.2f} GB more than {budget_bytes[tier] / 1e9:.2f} GB"

@@ -1,0 +1,338 @@
+"""Coefficients of one candidate: what every decision costs in seconds and GB at one micro-batch and accumulation.
+
+Nothing is decided here. All times are seconds per micro-batch or per step as named; all sizes are GB = 1e9 bytes,
+because raw bytes beside milliseconds would span more orders of magnitude than a mixed-integer solver tolerates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+from lazysched.errors import UsageError
+from lazysched.schemas import BYTES_PER_ELEMENT, Curve, Profile, SaveVariant, Stage, Tier
+
+GB = 1e9
+MASTER_BYTES = 4
+GPU_UPDATE_CHUNK = 1 << 22
+"""Elements that an update on the GPU converts at a time, as in ``lower``."""
+CHECKED_LINKS = ("h2d", "d2h", "gpu")
+"""Links whose curve every plan needs."""
+
+StateChoice = Literal["gpu", "resident", "streamed"]
+"""``gpu``: weights and state on the GPU. ``resident``: weights there, state on the host. ``streamed``: both on the host."""
+STATE_CHOICES: tuple[StateChoice, ...] = ("gpu", "resident", "streamed")
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One point of the outer search."""
+
+    micro_batch: int
+    accumulation: int
+    prefetch_depth: int = 1
+    d2h_lag: int = 1
+    offload_limit_bytes: int = 0
+    """Most that a block may send to the host per micro-batch; the slots for it have this size. It is searched outside
+    because as a decision it would make every slot fractional in the relaxation, and the bound worthless."""
+
+
+@dataclass(frozen=True)
+class SaveOption:
+    """One save variant in one tier; times and sizes are those of one micro-batch."""
+
+    variant: SaveVariant
+    tier: Tier
+    forward_s: float
+    backward_s: float
+    kept_gb: float
+    offloaded_gb: float
+    save_s: float
+    fetch_s: float
+    working_gb: float
+    """Most GB beyond what is kept, in the worse of forward and backward."""
+
+    def dominates(self, other: SaveOption) -> bool:
+        """Whether nobody would choose ``other`` when this option exists."""
+        mine = (self.forward_s + self.backward_s, self.kept_gb, self.offloaded_gb, self.working_gb)
+        theirs = (other.forward_s + other.backward_s, other.kept_gb, other.offloaded_gb, other.working_gb)
+        return mine != theirs and all(a <= b for a, b in zip(mine, theirs, strict=True))
+
+
+@dataclass(frozen=True)
+class StageCosts:
+    """What moving, holding and updating one stage costs, whatever is chosen for it."""
+
+    weight_gb: float
+    """Also the size of the gradient in the computing dtype."""
+    state_gb: float
+    accumulator_gb: float
+    load_s: float
+    grads_s: float
+    norm_s: float
+    cpu_update_s: float
+    gpu_update_s: float
+    gpu_update_working_gb: float
+
+    @property
+    def stored_gb(self) -> float:
+        """Weights, gradient and optimizer state together."""
+        return 2 * self.weight_gb + self.state_gb
+
+
+@dataclass(frozen=True)
+class VocabularyOption:
+    """Joint choice for the embedding and the head, which may share a slot and a store."""
+
+    embed: StateChoice
+    head: StateChoice
+    gpu_gb: float
+    host_gb: float
+    grads_slot_gb: float
+
+
+class Instance:
+    """All coefficients of ``candidate`` on the machine and model of ``profile``.
+
+    Raises:
+        UsageError: the profile lacks a figure that the candidate needs.
+    """
+
+    def __init__(self, profile: Profile, candidate: Candidate) -> None:
+        self.profile = profile
+        self.candidate = candidate
+        self.element_bytes = BYTES_PER_ELEMENT[profile.compute_dtype]
+        self.embed_stage, self.head_stage = profile.stages[0], profile.stages[-1]
+        self.block_stages = profile.stages[1:-1]
+        self.tied = self.head_stage.shares is not None
+        self.embed, self.head = self._costs(self.embed_stage), self._costs(self.head_stage)
+        by_shape: dict[tuple[str, int, int], StageCosts] = {}
+        self.blocks: list[StageCosts] = []
+        for stage in self.block_stages:
+            shape = (stage.structure, stage.weight_bytes, stage.num_params)
+            if shape not in by_shape:
+                by_shape[shape] = self._costs(stage)
+            self.blocks.append(by_shape[shape])
+        by_structure = {stage.structure: self._save_options(stage) for stage in self.block_stages}
+        self.saves: list[tuple[SaveOption, ...]] = [by_structure[stage.structure] for stage in self.block_stages]
+        self.embed_variant, self.head_variant = self._only(self.embed_stage), self._only(self.head_stage)
+
+    # ---- sizes that no decision changes
+
+    @property
+    def num_blocks(self) -> int:
+        """Number of decoder blocks."""
+        return len(self.blocks)
+
+    @cached_property
+    def hidden_gb(self) -> float:
+        """A block's input, one micro-batch."""
+        return self.saves[0][0].variant.saved["input"] / GB
+
+    @cached_property
+    def batch_gb(self) -> float:
+        """Tokens and targets of a step, int64."""
+        rows = self.candidate.micro_batch * self.candidate.accumulation
+        return 2 * 8 * rows * self.profile.seq_len / GB
+
+    @cached_property
+    def gpu_constant_gb(self) -> float:
+        """Batch, norms and accumulators."""
+        num_tensors = sum(len(stage.params) for stage in self.profile.stages)
+        small = self.batch_gb + (4 * num_tensors + 4 + 12) / GB
+        if self.candidate.accumulation > 1:
+            small += max(block.accumulator_gb for block in self.blocks)
+        if self.tied:
+            return small + 2 * self.embed.accumulator_gb + self.head.accumulator_gb
+        return small + max(self.embed.accumulator_gb, self.head.accumulator_gb)
+
+    @cached_property
+    def moving_slot_gb(self) -> float:
+        """One slot for saved tensors on their way to or from the host."""
+        return max(option.offloaded_gb for options in self.saves for option in options)
+
+    @cached_property
+    def host_constant_gb(self) -> float:
+        """Batch and the clip factor."""
+        return self.batch_gb + 12 / GB
+
+    @cached_property
+    def vocabulary_options(self) -> tuple[VocabularyOption, ...]:
+        """Every joint choice for embedding and head that differs in cost.
+
+        A vocabulary matrix that streams has a buffer of its own anyway, so streaming differs from ``resident`` only
+        when both stream and share one slot, which a tied pair cannot.
+        """
+        pairs: list[tuple[StateChoice, StateChoice]] = [
+            (embed, head) for embed in ("gpu", "resident") for head in ("gpu", "resident")
+        ]
+        if not self.tied:
+            pairs.append(("streamed", "streamed"))
+        return tuple(self._vocabulary(embed, head) for embed, head in pairs)
+
+    def usable_gpu_gb(self, budget_bytes: int) -> float:
+        """What buffers may fill of ``budget_bytes`` once the driver context and fragmentation are taken off."""
+        return (budget_bytes - self.profile.context_bytes) / (1 + self.profile.fragmentation) / GB
+
+    # ---- times that no decision changes
+
+    @cached_property
+    def embed_forward_s(self) -> float:
+        """One micro-batch."""
+        return self.embed_variant.forward.seconds
+
+    @cached_property
+    def head_s(self) -> float:
+        """The head window of a step: loss and gradient of all micro-batches, then the norm."""
+        return self.candidate.accumulation * self.head_variant.backward.seconds + self.head.norm_s
+
+    @cached_property
+    def embed_backward_s(self) -> float:
+        """The embedding's backward window of a step, the sum with a tied head included."""
+        total = self.candidate.accumulation * self.embed_variant.backward.seconds + self.embed.norm_s
+        if self.tied:
+            total += self.link_s("gpu", round(3 * self.embed.accumulator_gb * GB))
+        return total
+
+    @cached_property
+    def compute_bound_s(self) -> float:
+        """No plan of this candidate is faster: every block in its fastest variant, nothing ever waits."""
+        m = self.candidate.accumulation
+        blocks = sum(min(o.forward_s + o.backward_s for o in options) for options in self.saves)
+        norms = sum(block.norm_s for block in self.blocks)
+        return m * (self.embed_forward_s + blocks) + norms + self.head_s + self.embed_backward_s
+
+    def link_s(self, link: str, num_bytes: int) -> float:
+        """Time of one request; links between GPU and host count as busy both ways."""
+        return _curve(self.profile, link).seconds(num_bytes)
+
+    # ---- making
+
+    def _costs(self, stage: Stage) -> StageCosts:
+        elements = stage.weight_bytes // self.element_bytes
+        accumulator_bytes = MASTER_BYTES * elements
+        accumulates = self.candidate.accumulation > 1 or not stage.is_block
+        norm_bytes = (accumulator_bytes + stage.weight_bytes if accumulates else 0) + stage.weight_bytes
+        copies = 3 if self.element_bytes < MASTER_BYTES else 2
+        return StageCosts(
+            weight_gb=stage.weight_bytes / GB,
+            state_gb=copies * accumulator_bytes / GB,
+            accumulator_gb=accumulator_bytes / GB,
+            load_s=self.link_s("h2d", stage.weight_bytes),
+            grads_s=self.link_s("d2h", stage.weight_bytes),
+            norm_s=self.link_s("gpu", norm_bytes),
+            cpu_update_s=stage.num_params / update_rate(self.profile, "cpu"),
+            gpu_update_s=stage.num_params / update_rate(self.profile, "gpu"),
+            gpu_update_working_gb=MASTER_BYTES * min(elements, GPU_UPDATE_CHUNK) / GB,
+        )
+
+    def _vocabulary(self, embed: StateChoice, head: StateChoice) -> VocabularyOption:
+        pairs = ((embed, self.embed), (head, self.head))
+        on_gpu = [costs for choice, costs in pairs if choice == "gpu"]
+        on_host = [costs for choice, costs in pairs if choice != "gpu"]
+        weights = [self.embed.weight_gb, self.head.weight_gb]
+        own = max(weights) if embed == head == "streamed" else sum(weights)
+        # The weights of a stage that the GPU updates are in ``own`` already.
+        return VocabularyOption(
+            embed,
+            head,
+            gpu_gb=own + sum(costs.stored_gb - costs.weight_gb for costs in on_gpu),
+            host_gb=sum(costs.stored_gb for costs in on_host),
+            grads_slot_gb=max((costs.weight_gb for costs in on_host), default=0.0),
+        )
+
+    def _only(self, stage: Stage) -> SaveVariant:
+        return measured_variants(self.profile, stage.structure, self.candidate.micro_batch)[0]
+
+    def _save_options(self, stage: Stage) -> tuple[SaveOption, ...]:
+        variants = measured_variants(self.profile, stage.structure, self.candidate.micro_batch)
+        limit = self.candidate.offload_limit_bytes
+        options = [self._save_option(variant, "gpu") for variant in variants]
+        options += [self._save_option(v, "host") for v in variants if sum(v.saved.values()) <= limit]
+        return tuple(o for o in options if not any(other.dominates(o) for other in options))
+
+    def _save_option(self, variant: SaveVariant, tier: Tier) -> SaveOption:
+        total = sum(variant.saved.values())
+        offloaded = total if tier == "host" else 0
+        # In the last micro-batch of the forward an input that was sent away still exists.
+        input_gb = variant.saved["input"] / GB if tier == "host" else 0.0
+        return SaveOption(
+            variant,
+            tier,
+            forward_s=variant.forward.seconds,
+            backward_s=variant.backward.seconds,
+            kept_gb=(total - offloaded) / GB,
+            offloaded_gb=offloaded / GB,
+            save_s=self.link_s("d2h", offloaded),
+            fetch_s=self.link_s("h2d", offloaded),
+            working_gb=max(variant.working_forward_bytes / GB + input_gb, variant.working_backward_bytes / GB),
+        )
+
+
+def _curve(profile: Profile, link: str) -> Curve:
+    """The curve that a plan meets: both directions are busy in any plan that moves weights and gradients."""
+    both = profile.links.get(f"{link}_both")
+    return both if both is not None and both.points else profile.links[link]
+
+
+def update_rate(profile: Profile, processor: Literal["cpu", "gpu"]) -> float:
+    """Parameters per second of the fp32 update on ``processor``; :func:`check_profile` made sure that it is there."""
+    rate = profile.update[processor]["fp32"].per_s
+    assert rate is not None
+    return rate
+
+
+def measured_variants(profile: Profile, structure: str, micro_batch: int) -> list[SaveVariant]:
+    """Variants of ``structure`` at ``micro_batch`` whose times are known."""
+    listed = profile.variants.get(structure, {}).get(micro_batch, [])
+    return [v for v in listed if v.forward.median_s is not None and v.backward.median_s is not None]
+
+
+def usable_micro_batches(profile: Profile) -> list[int]:
+    """Micro-batches at which every structure has at least one measured variant, ascending."""
+    structures = {stage.structure for stage in profile.stages}
+    sizes = {size for structure in structures for size in profile.variants.get(structure, {})}
+    return sorted(size for size in sizes if all(measured_variants(profile, s, size) for s in structures))
+
+
+def offload_limits(profile: Profile, micro_batch: int) -> list[int]:
+    """Every size that a block could send to the host per micro-batch, ascending; 0 sends nothing."""
+    structures = {stage.structure for stage in profile.stages if stage.is_block}
+    listed = [v for structure in structures for v in measured_variants(profile, structure, micro_batch)]
+    return sorted({0} | {sum(variant.saved.values()) for variant in listed})
+
+
+def check_profile(profile: Profile) -> None:
+    """Refuse a profile that lacks what every plan needs.
+
+    Raises:
+        UsageError: names the first figure that is missing.
+    """
+    for link in CHECKED_LINKS:
+        curve = profile.links.get(link)
+        if curve is None or not curve.points:
+            reason = "missing" if curve is None else curve.reason
+            raise UsageError(f"profile: links.{link}: not measured ({reason}); profile again")
+    processors: Sequence[Literal["cpu", "gpu"]] = ("cpu", "gpu")
+    for processor in processors:
+        rate = profile.update.get(processor, {}).get("fp32")
+        if rate is None or rate.per_s is None:
+            reason = "missing" if rate is None else rate.reason
+            raise UsageError(f"profile: update.{processor}.fp32: not measured ({reason}); profile again")
+    if not usable_micro_batches(profile):
+        raise UsageError(f"profile: {_first_unmeasured(profile)}; profile again")
+
+
+def _first_unmeasured(profile: Profile) -> str:
+    for stage in profile.stages:
+        sizes = profile.variants.get(stage.structure, {})
+        if not any(measured_variants(profile, stage.structure, size) for size in sizes):
+            reasons = [
+                f".{size}.{v.name}: not measured ({v.forward.reason or v.backward.reason})"
+                for size, variants in sizes.items()
+                for v in variants
+            ]
+            return f"variants.{stage.structure}{reasons[0] if reasons else ': missing'}"
+    return "variants: no micro-batch was measured for all structures"

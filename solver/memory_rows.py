@@ -1,0 +1,92 @@
+"""Memory rows: one per window of the GPU, one for the host. All in GB.
+
+Legend:
+    base      what exists in every window: constants, slots, resident stages
+    K[i]      tensors kept on the GPU for the backward by blocks 0..i, all micro-batches
+    slots     sizes of the shared slots: the largest stage that uses them decides
+    slack     budget that is missing, per tier (only when explaining infeasibility)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import pulp
+
+from lazysched.solver.decisions import Decisions, Expression
+from lazysched.solver.instance import Instance
+
+
+@dataclass(frozen=True)
+class Budgets:
+    """What buffers may fill, in GB; for the GPU without context and fragmentation."""
+
+    gpu_gb: float
+    host_gb: float
+
+
+def add_memory_rows(
+    problem: pulp.LpProblem,
+    instance: Instance,
+    decisions: Decisions,
+    budgets: Budgets,
+    slack: Mapping[str, pulp.LpVariable] | None = None,
+) -> None:
+    """Keep every window of the step within ``budgets`` plus ``slack``."""
+    slack = slack or {}
+    gpu_limit = budgets.gpu_gb + slack.get("gpu", 0)
+    base = pulp.LpVariable("base_gb", 0)
+    problem += base == instance.gpu_constant_gb + _resident(instance, decisions) + _slots(problem, instance, decisions)
+    _add_window_rows(problem, instance, decisions, base, gpu_limit)
+    problem += _host(instance, decisions) <= budgets.host_gb + slack.get("host", 0)
+
+
+def _resident(instance: Instance, decisions: Decisions) -> Expression:
+    """Buffers of stages of their own: weights that stay; gradient and state where the GPU updates."""
+    own = [decisions.state(i, lambda c: c.weight_gb, "resident") for i in range(instance.num_blocks)]
+    updated = [decisions.state(i, lambda c: c.stored_gb, "gpu") for i in range(instance.num_blocks)]
+    return pulp.lpSum([*own, *updated, decisions.vocabulary(lambda option: option.gpu_gb)])
+
+
+def _slots(problem: pulp.LpProblem, instance: Instance, decisions: Decisions) -> Expression:
+    """Shared slots for streamed weights, leaving gradients, leaving and returning saved tensors."""
+    depth, lag = instance.candidate.prefetch_depth, instance.candidate.d2h_lag
+    weights, grads = (pulp.LpVariable(f"slot_{kind}_gb", 0) for kind in ("weights", "grads"))
+    for i in range(instance.num_blocks):
+        problem += weights >= decisions.state(i, lambda c: c.weight_gb, "streamed")
+        problem += grads >= decisions.state(i, lambda c: c.weight_gb, "resident", "streamed")
+    vocabulary_grads = decisions.vocabulary(lambda option: option.grads_slot_gb)
+    moving_gb = (depth + lag + 2) * instance.moving_slot_gb
+    return (depth + 1) * weights + (lag + 1) * grads + moving_gb + vocabulary_grads
+
+
+def _add_window_rows(
+    problem: pulp.LpProblem, instance: Instance, decisions: Decisions, base: pulp.LpVariable, limit: Expression
+) -> None:
+    accumulation = instance.candidate.accumulation
+    hidden = accumulation * instance.hidden_gb  # outputs of the forward, or gradients of the backward
+    kept: Expression = pulp.LpAffineExpression()
+    for i in range(instance.num_blocks):
+        before, kept = kept, pulp.LpVariable(f"K_{i}", 0)
+        problem += kept == before + accumulation * decisions.save(i, lambda o: o.kept_gb)
+        # Forward ends and backward begins with the same tensors alive, so one row with the larger working set does.
+        problem += base + kept + hidden + decisions.save(i, lambda o: o.working_gb) <= limit
+        problem += base + decisions.state(i, lambda c: c.gpu_update_working_gb, "gpu") <= limit
+    head_working = instance.head_variant.working_backward_bytes / 1e9
+    problem += base + kept + hidden + instance.hidden_gb + head_working <= limit
+    embed = instance.embed_variant
+    problem += base + hidden + max(embed.working_forward_bytes, embed.working_backward_bytes) / 1e9 <= limit
+    for embed_too in (True, False):
+        working = decisions.ends_on(lambda c: c.gpu_update_working_gb, gpu=True, embed=embed_too, head=not embed_too)
+        problem += base + working <= limit
+
+
+def _host(instance: Instance, decisions: Decisions) -> Expression:
+    stores = [decisions.state(i, lambda c: c.stored_gb, "resident", "streamed") for i in range(instance.num_blocks)]
+    saved = [
+        instance.candidate.accumulation * decisions.save(i, lambda o: o.offloaded_gb)
+        for i in range(instance.num_blocks)
+    ]
+    vocabulary = decisions.vocabulary(lambda option: option.host_gb)
+    return instance.host_constant_gb + pulp.lpSum([*stores, *saved, vocabulary])

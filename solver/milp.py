@@ -1,0 +1,89 @@
+"""The mixed-integer program of one candidate: which stages stay, what each block saves and where, who updates.
+
+Event formulation with a fixed first-in-first-out order on every engine (``time_rows``), one memory row per window
+(``memory_rows``) and binary decisions (``decisions``); each of these files has its own legend of letters.
+Objective: T + 1e-5 * GB moved over the links + 1e-6 * GB resident; the small terms only break ties.
+"""
+
+from __future__ import annotations
+
+import pulp
+
+from lazysched.solver.decisions import Decisions, Expression
+from lazysched.solver.highs import Outcome, solve_problem
+from lazysched.solver.instance import STATE_CHOICES, Instance
+from lazysched.solver.memory_rows import Budgets, add_memory_rows
+from lazysched.solver.plans import Choices
+from lazysched.solver.time_rows import add_time_rows
+
+MOVED_TIE_S_PER_GB = 1e-5
+RESIDENT_TIE_S_PER_GB = 1e-6
+
+
+class PlacementProgram:
+    """The program of ``instance`` within ``budgets``; it can be relaxed, solved, and solved again from a start."""
+
+    def __init__(self, instance: Instance, budgets: Budgets) -> None:
+        self.problem = pulp.LpProblem("placement", pulp.LpMinimize)
+        self.decisions = Decisions(self.problem, instance)
+        add_memory_rows(self.problem, instance, self.decisions, budgets)
+        self.period = add_time_rows(self.problem, instance, self.decisions)
+        self.period.lowBound = instance.compute_bound_s
+        self.problem += self.period + _tie_breakers(instance, self.decisions)
+
+    def lower_bound_s(self, time_limit_s: float) -> float:
+        """Least T of the relaxation without integrality; infinite if even that does not fit."""
+        outcome = solve_problem(self.problem, gap=0.0, time_limit_s=time_limit_s, seed=0, relaxed=True)
+        return outcome.bound
+
+    def rounded(self) -> Choices:
+        """The last relaxed solution, rounded so that every prefix of the blocks keeps its share of each option."""
+        decisions = self.decisions
+        states = _spread([[_value(block[s]) for s in STATE_CHOICES] for block in decisions.y])
+        return Choices(
+            states=tuple(STATE_CHOICES[k] for k in states),
+            saves=tuple(_spread([[_value(var) for var in block] for block in decisions.x])),
+            vocabulary=max(range(len(decisions.v)), key=lambda k: _value(decisions.v[k])),
+        )
+
+    def solve(
+        self, *, gap: float, time_limit_s: float, seed: int, cutoff_s: float | None = None, start: Choices | None = None
+    ) -> Outcome:
+        """Search for choices, only among those with T below ``cutoff_s``."""
+        self.period.upBound = cutoff_s
+        values = self.decisions.start_values(start) if start else None
+        return solve_problem(self.problem, gap=gap, time_limit_s=time_limit_s, seed=seed, start_values=values)
+
+    def choices(self) -> Choices:
+        """The choices of the last solve that had a solution."""
+        return self.decisions.choices()
+
+
+def _value(variable: pulp.LpVariable) -> float:
+    return float(variable.value() or 0.0)
+
+
+def _spread(shares: list[list[float]]) -> list[int]:
+    """One option per row, such that what rounding took from an option is owed to it in later rows."""
+    owed = [0.0] * max(len(row) for row in shares)
+    result = []
+    for row in shares:
+        owed = [debt + share for debt, share in zip(owed, row, strict=False)] + owed[len(row) :]
+        chosen = max(range(len(row)), key=owed.__getitem__)
+        owed[chosen] -= 1
+        result.append(chosen)
+    return result
+
+
+def _tie_breakers(instance: Instance, decisions: Decisions) -> Expression:
+    """Of equally fast plans, the one that moves less and then the one that holds less on the GPU."""
+    m = instance.candidate.accumulation
+    terms = [decisions.vocabulary(lambda option: RESIDENT_TIE_S_PER_GB * option.gpu_gb)]
+    for i in range(instance.num_blocks):
+        terms.append(decisions.save(i, lambda o: 2 * m * MOVED_TIE_S_PER_GB * o.offloaded_gb))
+        terms.append(decisions.save(i, lambda o: m * RESIDENT_TIE_S_PER_GB * o.kept_gb))
+        terms.append(decisions.state(i, lambda c: 2 * MOVED_TIE_S_PER_GB * c.weight_gb, "resident"))
+        terms.append(decisions.state(i, lambda c: 3 * MOVED_TIE_S_PER_GB * c.weight_gb, "streamed"))
+        terms.append(decisions.state(i, lambda c: RESIDENT_TIE_S_PER_GB * c.stored_gb, "gpu"))
+        terms.append(decisions.state(i, lambda c: RESIDENT_TIE_S_PER_GB * c.weight_gb, "resident"))
+    return pulp.lpSum(terms)

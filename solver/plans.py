@@ -1,0 +1,71 @@
+"""From choices to a plan document."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from lazysched.schemas import Plan, SaveVariant, StagePlan, Tier, Update, variant_key
+from lazysched.solver.instance import Instance, SaveOption, StateChoice
+
+
+@dataclass(frozen=True)
+class Choices:
+    """Decisions for every stage of one candidate."""
+
+    states: tuple[StateChoice, ...]
+    """Per block."""
+    saves: tuple[int, ...]
+    """Per block, an index into ``Instance.saves``."""
+    vocabulary: int
+    """Index into ``Instance.vocabulary_options``."""
+
+
+def make_plan(
+    instance: Instance, choices: Choices, *, budget_bytes: Mapping[Tier, int], clip_norm: float | None
+) -> Plan:
+    """The plan that ``choices`` describe, without a prediction."""
+    profile, candidate = instance.profile, instance.candidate
+    vocabulary = instance.vocabulary_options[choices.vocabulary]
+    stages = {"embed": stage_plan(vocabulary.embed, instance.embed_variant.name)}
+    variants: dict[str, SaveVariant] = {
+        variant_key(instance.embed_stage.structure, instance.embed_variant.name): instance.embed_variant,
+        variant_key(instance.head_stage.structure, instance.head_variant.name): instance.head_variant,
+    }
+    for stage, state, options, index in zip(
+        instance.block_stages, choices.states, instance.saves, choices.saves, strict=True
+    ):
+        option = options[index]
+        stages[stage.id] = block_plan(state, option)
+        variants[variant_key(stage.structure, option.variant.name)] = option.variant
+    stages["head"] = stage_plan(vocabulary.head, instance.head_variant.name)
+    return Plan(
+        model_id=profile.model_id,
+        hardware_id=profile.hardware_id,
+        compute_dtype=profile.compute_dtype,
+        batch_size=candidate.micro_batch * candidate.accumulation,
+        seq_len=profile.seq_len,
+        micro_batch=candidate.micro_batch,
+        accumulation=candidate.accumulation,
+        loss_chunk_tokens=profile.loss_chunk_tokens,
+        prefetch_depth=candidate.prefetch_depth,
+        d2h_lag=candidate.d2h_lag,
+        update=Update(clip_norm=clip_norm),
+        stages=stages,
+        variants=variants,
+        budget_bytes=dict(budget_bytes),
+    )
+
+
+def stage_plan(state: StateChoice, save: str) -> StagePlan:
+    """Decisions for the embedding or the head."""
+    weights: Literal["gpu", "host"] = "host" if state == "streamed" else "gpu"
+    return StagePlan(weights=weights, state="gpu" if state == "gpu" else "host", save=save)
+
+
+def block_plan(state: StateChoice, option: SaveOption) -> StagePlan:
+    """Decisions for one block: all that it saves goes to the option's tier."""
+    ends = stage_plan(state, option.variant.name)
+    groups = {group: option.tier for group in option.variant.saved if group != "input"}
+    return ends.model_copy(update={"saved_tiers": groups, "input_tier": option.tier})

@@ -1,0 +1,104 @@
+"""Local search over choices: quick, deterministic, and the start of the mixed-integer program.
+
+Steepest descent. Neighbours are all changes of one block's save option or state, all exchanges between two blocks, and a
+random sample of changes to two blocks at once, which is what trades memory of one block for time of another.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from lazysched.solver.memory_rows import Budgets
+from lazysched.solver.plans import Choices
+from lazysched.solver.window_replay import ChoiceBatch, Evaluation, Floats, Ints, WindowReplay
+
+NUM_PAIRS = 400
+"""Sampled changes to two blocks per round."""
+MISFIT_S, MISFIT_S_PER_GB = 1e4, 1e3
+"""What exceeding a budget costs, so that a start which does not fit is led back to where it does."""
+LEAST_GAIN = 1e-4
+"""Relative gain below which a round ends the descent."""
+
+
+def improve(replay: WindowReplay, budgets: Budgets, start: Choices, *, seed: int, max_rounds: int) -> Choices:
+    """The best choices that descent from ``start`` finds within ``max_rounds`` rounds; they may still not fit."""
+    random = np.random.default_rng(seed)
+    current = ChoiceBatch.of([start])
+    best_s = float(rank_s(replay.evaluate(current), budgets)[0])
+    for _ in range(max_rounds):
+        batch = _neighbours(replay, current, random)
+        scores = rank_s(replay.evaluate(batch), budgets)
+        winner = int(np.argmin(scores))
+        if not scores[winner] < best_s * (1 - LEAST_GAIN):
+            break
+        best_s = float(scores[winner])
+        current = ChoiceBatch(batch.saves[[winner]], batch.states[[winner]], batch.vocabulary[[winner]])
+    return current.choices(0)
+
+
+def rank_s(evaluation: Evaluation, budgets: Budgets) -> Floats:
+    """Step time, far behind anything that fits for what does not; of equals, the one that holds less on the GPU."""
+    over_gb = np.maximum(evaluation.gpu_gb - budgets.gpu_gb, 0) + np.maximum(evaluation.host_gb - budgets.host_gb, 0)
+    misfit = np.where(evaluation.fits(budgets), 0.0, MISFIT_S + MISFIT_S_PER_GB * over_gb)
+    step_s: Floats = evaluation.step_s + 1e-6 * evaluation.gpu_gb + misfit
+    return step_s
+
+
+def _neighbours(replay: WindowReplay, current: ChoiceBatch, random: np.random.Generator) -> ChoiceBatch:
+    """All that differs from ``current`` by one move of the kinds above."""
+    instance, num_blocks = replay.instance, replay.num_blocks
+    num_options = np.array([len(options) for options in instance.saves])
+    rows = _single_changes(current.saves[0], num_options)
+    parts = [(rows, _repeat(current.states, len(rows)))]
+    rows = _single_changes(current.states[0], np.full(num_blocks, 3))
+    parts.append((_repeat(current.saves, len(rows)), rows))
+    swapped = _exchanges(current.saves[0], [id(options) for options in instance.saves])
+    parts.append((swapped, _repeat(current.states, len(swapped))))
+    swapped = _exchanges(current.states[0], [0] * num_blocks)
+    parts.append((_repeat(current.saves, len(swapped)), swapped))
+    parts.append(_pair_changes(current, num_options, random))
+    saves, states = (np.concatenate([part[k] for part in parts]) for k in (0, 1))
+    num_vocabulary = len(instance.vocabulary_options)
+    vocabulary = np.concatenate([np.repeat(current.vocabulary, len(saves)), np.arange(num_vocabulary)])
+    saves = np.concatenate([saves, _repeat(current.saves, num_vocabulary)])
+    return ChoiceBatch(saves, np.concatenate([states, _repeat(current.states, num_vocabulary)]), vocabulary)
+
+
+def _repeat(row: Ints, times: int) -> Ints:
+    return np.repeat(row, times, axis=0)
+
+
+def _single_changes(row: Ints, num_values: Ints) -> Ints:
+    """Rows that differ from ``row`` in one place."""
+    places = [(i, value) for i, count in enumerate(num_values) for value in range(count) if value != row[i]]
+    rows = np.tile(row, (len(places), 1))
+    for k, (i, value) in enumerate(places):
+        rows[k, i] = value
+    return rows
+
+
+def _exchanges(row: Ints, kinds: list[int]) -> Ints:
+    """Rows in which two places of one kind with different values are exchanged."""
+    length = len(row)
+    pairs = [
+        (i, j)
+        for i in range(length)
+        for j in range(i + 1, length)
+        if row[i] != row[j] and kinds[i] == kinds[j]
+    ]
+    rows = np.tile(row, (len(pairs), 1))
+    for k, (i, j) in enumerate(pairs):
+        rows[k, [i, j]] = rows[k, [j, i]]
+    return rows
+
+
+def _pair_changes(current: ChoiceBatch, num_options: Ints, random: np.random.Generator) -> tuple[Ints, Ints]:
+    """Random changes to two places: two save options, or one save option and one state."""
+    saves, states = _repeat(current.saves, NUM_PAIRS), _repeat(current.states, NUM_PAIRS)
+    rows = np.arange(NUM_PAIRS)
+    places = random.integers(0, len(num_options), size=(2, NUM_PAIRS))
+    saves[rows, places[0]] = random.integers(0, num_options[places[0]])
+    half = NUM_PAIRS // 2
+    saves[rows[:half], places[1, :half]] = random.integers(0, num_options[places[1, :half]])
+    states[rows[half:], places[1, half:]] = random.integers(0, 3, size=NUM_PAIRS - half)
+    return saves, states

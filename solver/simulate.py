@@ -1,0 +1,224 @@
+"""Replay of a program: an independent prediction of its time and memory.
+
+Engines work in order, and the order is that of ``Program.ops``. An operation starts when its engine is free and all its
+predecessors have finished, in this step or in the one before. Durations come from the profile by the operation's cost
+key. Nothing of the mixed-integer program is used here, so that the one can be held against the other.
+
+A copy between host and GPU takes the curve measured with both directions busy as soon as the direction that moves less
+moves at least ``BUSY_SHARE`` of what the other one moves; otherwise the curve of its direction alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import pandas as pd
+
+from lazysched.errors import UsageError
+from lazysched.schemas import Curve, Engine, Op, Prediction, Profile, Program, SaveVariant, Tier
+
+BUSY_SHARE = 0.01
+_LINK_ENGINES: tuple[Engine, ...] = ("h2d", "d2h", "nvme_read", "nvme_write", "collective")
+
+
+class Interval(NamedTuple):
+    """One operation of one step on its engine; seconds since the replay began."""
+
+    op: str
+    engine: Engine
+    start_s: float
+    end_s: float
+    step: int
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """What a replay saw; per-step figures are those of its last step.
+
+    Attributes:
+        step_s: steady time of one step: distance between the ends of the last two steps on ``compute``.
+        exposed_s: engine -> time in which ``compute`` waited for it.
+        moved_bytes: engine -> bytes moved per step.
+        peak_bytes: tier -> most bytes at once; for ``gpu`` context and fragmentation are in it.
+        intervals: every operation of every step, in order of step and priority.
+    """
+
+    step_s: float
+    exposed_s: dict[Engine, float]
+    moved_bytes: dict[Engine, int]
+    peak_bytes: dict[Tier, int]
+    intervals: list[Interval]
+
+    def to_frame(self) -> pd.DataFrame:
+        """One row per operation and step: ``op engine start_s end_s step``, as a Gantt chart wants them."""
+        return pd.DataFrame(self.intervals, columns=list(Interval._fields))
+
+    def prediction(self) -> Prediction:
+        """The summary that a plan carries."""
+        return Prediction(
+            step_s=self.step_s, exposed_s=self.exposed_s, moved_bytes=self.moved_bytes, peak_bytes=self.peak_bytes
+        )
+
+
+def simulate(program: Program, profile: Profile, *, micro_batch: int, steps: int = 3) -> Timeline:
+    """Replay ``steps`` consecutive steps of ``program`` with the durations of ``profile``.
+
+    Args:
+        program: one step, with edges that wrap into the next.
+        profile: where durations come from.
+        micro_batch: rows that go through a stage at once; selects the variants.
+        steps: at least 2; the last two are compared.
+
+    Raises:
+        UsageError: the profile has no figure for an operation of the program.
+    """
+    if steps < 2:
+        raise UsageError(f"steps: {steps} is too few to see a steady step; use at least 2")
+    durations = _Durations(program, profile, micro_batch)
+    replay = _Replay(program, {op.id: durations.seconds(op) for op in program.ops.values()})
+    for step in range(steps):
+        replay.run_step(step)
+    return Timeline(
+        step_s=replay.compute_ends[-1] - replay.compute_ends[-2],
+        exposed_s=dict(replay.exposed_s),
+        moved_bytes=moved_bytes(program),
+        peak_bytes=peak_bytes(program, profile),
+        intervals=replay.intervals,
+    )
+
+
+class _Durations:
+    """Looks up an operation's cost key in the profile."""
+
+    def __init__(self, program: Program, profile: Profile, micro_batch: int) -> None:
+        self.profile = profile
+        self.micro_batch = micro_batch
+        moved = moved_bytes(program)
+        less, more = sorted((moved.get("h2d", 0), moved.get("d2h", 0)))
+        self.both_ways = less >= BUSY_SHARE * more and less > 0
+        self.variants: dict[tuple[str, str], SaveVariant] = {}
+
+    def seconds(self, op: Op) -> float:
+        """Duration of ``op``."""
+        match op.cost:
+            case ():
+                return 0.0
+            case ("variant", structure, name, direction):
+                return self._variant(structure, name, direction)
+            case ("link", link):
+                return self._curve(link).seconds(op.num_bytes)
+            case ("update", processor, state_format):
+                return op.num_params / self._rate(processor, state_format)
+        raise AssertionError(f"{op.id}: unknown cost {op.cost}")
+
+    def _variant(self, structure: str, name: str, direction: str) -> float:
+        listed = self.profile.variants.get(structure, {}).get(self.micro_batch, [])
+        variant = next((v for v in listed if v.name == name), None)
+        where = f"profile: variants.{structure}.{self.micro_batch}.{name}"
+        if variant is None:
+            raise UsageError(f"{where}: missing; profile this micro-batch")
+        timing = variant.forward if direction == "forward" else variant.backward
+        if timing.median_s is None:
+            raise UsageError(f"{where}.{direction}: not measured ({timing.reason}); profile again")
+        return timing.median_s
+
+    def _curve(self, link: str) -> Curve:
+        both = self.profile.links.get(f"{link}_both")
+        if self.both_ways and both is not None and both.points:
+            return both
+        curve = self.profile.links.get(link)
+        if curve is None or not curve.points:
+            reason = "missing" if curve is None else curve.reason
+            raise UsageError(f"profile: links.{link}: not measured ({reason}); profile again")
+        return curve
+
+    def _rate(self, processor: str, state_format: str) -> float:
+        formats: Mapping[str, object] = dict(self.profile.update)
+        if processor in formats:
+            rate = self.profile.update["cpu" if processor == "cpu" else "gpu"].get(state_format)
+            if rate is not None and rate.per_s is not None:
+                return rate.per_s
+        raise UsageError(f"profile: update.{processor}.{state_format}: not measured; profile again")
+
+
+class _Replay:
+    """State of the replay: when each engine is free and when each operation last ended."""
+
+    def __init__(self, program: Program, duration_s: Mapping[str, float]) -> None:
+        self.ops = [(op.id, op.engine, duration_s[op.id]) for op in program.ops.values()]
+        self.engine_of = {op.id: op.engine for op in program.ops.values()}
+        self.predecessors = program.predecessors
+        self.free_s: dict[Engine, float] = defaultdict(float)
+        self.ends: list[dict[str, float]] = []
+        self.compute_ends: list[float] = []
+        self.exposed_s: dict[Engine, float] = {}
+        self.intervals: list[Interval] = []
+
+    def run_step(self, step: int) -> None:
+        """Place every operation of one more step."""
+        ends: dict[str, float] = {}
+        self.ends.append(ends)
+        self.exposed_s = defaultdict(float)
+        for op, engine, duration_s in self.ops:
+            ready_s, last = self._ready(op, step)
+            start_s = max(ready_s, self.free_s[engine])
+            if engine == "compute" and ready_s > self.free_s[engine] and last is not None:
+                self.exposed_s[last] += ready_s - self.free_s[engine]
+            ends[op] = self.free_s[engine] = start_s + duration_s
+            self.intervals.append(Interval(op, engine, start_s, ends[op], step))
+        self.compute_ends.append(self.free_s["compute"])
+
+    def _ready(self, op: str, step: int) -> tuple[float, Engine | None]:
+        """When the last predecessor ends, and on which engine."""
+        ready_s, last = 0.0, None
+        for before, distance in self.predecessors[op]:
+            if distance > step:
+                continue
+            end_s = self.ends[step - distance][before]
+            if end_s > ready_s:
+                ready_s, last = end_s, self.engine_of[before]
+        return ready_s, last
+
+
+def moved_bytes(program: Program) -> dict[Engine, int]:
+    """Engine -> bytes that one step moves over it; traffic inside GPU memory is not counted."""
+    moved: dict[Engine, int] = {}
+    for op in program.ops.values():
+        if op.engine in _LINK_ENGINES and op.num_bytes:
+            moved[op.engine] = moved.get(op.engine, 0) + op.num_bytes
+    return moved
+
+
+def peak_bytes(program: Program, profile: Profile) -> dict[Tier, int]:
+    """Tier -> most bytes that exist at once, the GPU's with fragmentation and driver context."""
+    peaks: dict[Tier, int] = {"gpu": 0, "host": 0, "nvme": 0}
+    for tier in peaks:
+        peaks[tier] = _peak_of_tier(program, tier)
+    peaks["gpu"] = math.ceil(peaks["gpu"] * (1 + profile.fragmentation)) + profile.context_bytes
+    return peaks
+
+
+def _peak_of_tier(program: Program, tier: Tier) -> int:
+    """Walk the lifetimes in order of priority."""
+    alloc: dict[str, int] = defaultdict(int)
+    free: dict[str, int] = defaultdict(int)
+    live = 0
+    for buffer in program.buffers.values():
+        if buffer.tier != tier:
+            continue
+        if buffer.alloc_at is None:
+            live += buffer.num_bytes
+            continue
+        alloc[buffer.alloc_at] += buffer.num_bytes
+        if buffer.free_after is not None:
+            free[buffer.free_after] += buffer.num_bytes
+    peak = live
+    for op in program.ops.values():
+        live += alloc[op.id]
+        peak = max(peak, live + (op.working_bytes if tier == "gpu" else 0))
+        live -= free[op.id]
+    return peak

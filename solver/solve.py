@@ -1,0 +1,363 @@
+"""``solve``: from a profile to the fastest plan that fits.
+
+Micro-batch, prefetch depth and the size that a block may send to the host are searched outside the mixed-integer program:
+
+1. every combination gets a quick lower bound (``bounds``); recipes give the first incumbent;
+2. in order of that bound, a combination is relaxed, its relaxed solution rounded and improved (``search``), until the
+   bound of the next one shows that it cannot beat the incumbent by more than the gap;
+3. the mixed-integer program of the best combinations starts from the incumbent, improves it or proves it good enough;
+4. the finalists are lowered and simulated; the fastest that keeps its budgets in the simulation is the plan.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+
+from lazysched.errors import TimeLimitError, UsageError
+from lazysched.lower import lower
+from lazysched.schemas import Plan, Profile, SolverReport, Tier
+from lazysched.solver import infeasible, recipes
+from lazysched.solver.bounds import count_bound_s
+from lazysched.solver.instance import Candidate, Instance, check_profile, offload_limits, usable_micro_batches
+from lazysched.solver.memory_rows import Budgets
+from lazysched.solver.milp import PlacementProgram
+from lazysched.solver.plans import Choices, make_plan
+from lazysched.solver.recipes import Found, Recipe
+from lazysched.solver.search import improve
+from lazysched.solver.simulate import Timeline, simulate
+from lazysched.solver.window_replay import ChoiceBatch, WindowReplay
+
+PREFETCH_DEPTHS = (1, 2)
+NUM_DESCENTS = 6
+"""Combinations that are relaxed and improved at most."""
+NUM_FINALISTS = 4
+"""Plans that are simulated at most."""
+MAX_ROUNDS = 60
+SIMULATED_STEPS = 4
+MAX_TIGHTENINGS = 3
+"""How often budgets are tightened when the simulation disagrees with the memory rows."""
+MIN_PROGRAM_S = 1.0
+"""Least time that the mixed-integer program gets; otherwise it gets no more than the search before it took."""
+
+
+@dataclass(frozen=True)
+class Tried:
+    """One combination of the outer search.
+
+    Attributes:
+        candidate: micro-batch, accumulation, prefetch depth, D2H lag and size that may be sent to the host.
+        bound_s: no plan of it is faster; infinite when none fits.
+        step_s: of its best plan found, by the window replay; None when it was left out.
+    """
+
+    candidate: Candidate
+    bound_s: float
+    step_s: float | None = None
+
+
+@dataclass(frozen=True)
+class Solution:
+    """What ``solve`` found.
+
+    Attributes:
+        plan: the schedule, with prediction and solver report.
+        timeline: its simulation.
+        recipes: fixed recipes on the same budgets, simulated.
+        tried: all combinations of the outer search, best bound first.
+    """
+
+    plan: Plan
+    timeline: Timeline
+    recipes: list[Recipe]
+    tried: list[Tried]
+
+
+def solve(
+    profile: Profile,
+    *,
+    batch_size: int,
+    gpu_memory_bytes: int | None = None,
+    host_memory_bytes: int | None = None,
+    nvme_bytes: int = 0,
+    max_grad_norm: float | None = 1.0,
+    time_limit_s: float = 30.0,
+    gap: float = 0.01,
+    seed: int = 0,
+) -> Solution:
+    """Find the fastest plan for ``batch_size`` rows a step within the memory budgets.
+
+    Args:
+        profile: measurements of model and machine.
+        batch_size: rows of one step; micro-batches of the profile that divide it are considered.
+        gpu_memory_bytes: budget, driver context included; None: what was free while measuring.
+        host_memory_bytes: likewise for the host.
+        nvme_bytes: must be 0 for now.
+        max_grad_norm: global gradient norm to clip to; None gives clipping up.
+        time_limit_s: wall-clock seconds for the search.
+        gap: a plan within this share of the lower bound is good enough.
+        seed: of the search and of HiGHS; the same seed gives the same plan unless a wall-clock limit cut in.
+
+    Raises:
+        UsageError: an argument is out of range, or the profile lacks a figure that is needed.
+        InfeasibleError: no plan fits; says which budget binds and by how many bytes.
+        TimeLimitError: nothing was found in time.
+    """
+    if nvme_bytes:
+        raise UsageError(f"nvme: {nvme_bytes} bytes: placement on NVMe is not there yet; use 0")
+    if time_limit_s <= 0 or not 0 <= gap < 1:
+        raise UsageError(f"time_limit_s: {time_limit_s}, gap: {gap}: use a positive time and a gap in [0, 1)")
+    check_profile(profile)
+    budget_bytes: dict[Tier, int] = {
+        "gpu": _budget(profile, "gpu", gpu_memory_bytes),
+        "host": _budget(profile, "host", host_memory_bytes),
+        "nvme": 0,
+    }
+    settings = _Settings(profile, batch_size, budget_bytes, max_grad_norm, time_limit_s, gap, seed)
+    return _Search(settings).run()
+
+
+@dataclass(frozen=True)
+class _Settings:
+    profile: Profile
+    batch_size: int
+    budget_bytes: dict[Tier, int]
+    clip_norm: float | None
+    time_limit_s: float
+    gap: float
+    seed: int
+
+
+def _budget(profile: Profile, tier: Tier, given: int | None) -> int:
+    budget = profile.free_bytes.get(tier) if given is None else given
+    if budget is None:
+        raise UsageError(f"profile: free_bytes.{tier}: null; give --{tier}-memory")
+    if budget <= 0:
+        raise UsageError(f"{tier}_memory: {budget} bytes is no budget; use a positive size")
+    return budget
+
+
+class _Search:
+    """The outer search; see the module's docstring for its four parts."""
+
+    def __init__(self, settings: _Settings) -> None:
+        self.settings = settings
+        self.profile = settings.profile
+        self.started_s = time.monotonic()
+        self.accumulations = _accumulations(settings.profile, settings.batch_size)
+        self.limits = {size: offload_limits(settings.profile, size) for size in self.accumulations}
+        self.instances: dict[Candidate, Instance] = {}
+        self.found: dict[Candidate, Found] = {}
+        self.bounds: dict[Candidate, float] = {}
+        self.withheld_bytes: dict[Tier, int] = {"gpu": 0, "host": 0}
+
+    def run(self) -> Solution:
+        """All parts; tightens the budgets when the simulation of the winner exceeds them."""
+        for _ in range(MAX_TIGHTENINGS + 1):
+            compared = self._recipes()
+            self._bound_all()
+            self._descend()
+            self._prove()
+            winner = self._judge()
+            if winner is not None:
+                return self._solution(*winner, compared)
+            self.found.clear()
+        raise AssertionError("memory rows and simulation disagree beyond tightening")
+
+    # ---- parts
+
+    def _recipes(self) -> list[tuple[str, Found | None]]:
+        compared = []
+        for rule in recipes.RULES:
+            candidates = [
+                Candidate(size, accumulation, depth, offload_limit_bytes=recipes.offload_limit(rule, self.limits[size]))
+                for size, accumulation in self.accumulations.items()
+                for depth in PREFETCH_DEPTHS
+            ]
+            found = recipes.best_of_rule(rule, map(self._instance, candidates), self._budgets)
+            compared.append((rule.name, found))
+            if found is not None:
+                self._keep(found)
+        return compared
+
+    def _bound_all(self) -> None:
+        """Bounds of all combinations; a deeper prefetch shares that of the shallow one, which it cannot beat by memory."""
+        for size, accumulation in self.accumulations.items():
+            for limit in self.limits[size]:
+                shallow = Candidate(size, accumulation, PREFETCH_DEPTHS[0], offload_limit_bytes=limit)
+                instance = self._instance(shallow)
+                bound_s = count_bound_s(instance, self._budgets(instance), max(PREFETCH_DEPTHS))
+                for depth in PREFETCH_DEPTHS:
+                    self.bounds[replace(shallow, prefetch_depth=depth)] = bound_s
+
+    def _descend(self) -> None:
+        """Relax, round and improve combination by combination, until the next bound cannot matter."""
+        self.programs: dict[Candidate, PlacementProgram] = {}
+        for candidate in sorted(self.bounds, key=lambda c: self.bounds[c]):
+            if len(self.programs) == NUM_DESCENTS or self._remaining_s() <= 0 or not self._may_improve(candidate):
+                break
+            instance = self._instance(candidate)
+            program = PlacementProgram(instance, self._budgets(instance))
+            bound_s = program.lower_bound_s(self._remaining_s())
+            self.bounds[candidate] = max(self.bounds[candidate], bound_s)
+            if not self._may_improve(candidate):
+                continue
+            self.programs[candidate] = program
+            self._improve(candidate, program.rounded())
+
+    def _improve(self, candidate: Candidate, start: Choices) -> None:
+        instance = self._instance(candidate)
+        replay, budgets = WindowReplay(instance), self._budgets(instance)
+        choices = improve(replay, budgets, start, seed=self.settings.seed, max_rounds=MAX_ROUNDS)
+        self._consider(candidate, choices, replay, budgets)
+
+    def _consider(self, candidate: Candidate, choices: Choices, replay: WindowReplay, budgets: Budgets) -> None:
+        evaluation = replay.evaluate(ChoiceBatch.of([choices]))
+        if evaluation.fits(budgets)[0]:
+            self._keep(Found(candidate, choices, float(evaluation.step_s[0])))
+
+    def _prove(self) -> None:
+        """Solve the programs whose bound leaves room, best incumbent first."""
+        if not self.found:
+            self._first_that_fits()
+        allowed_s = max(MIN_PROGRAM_S, self._elapsed_s())
+        until_s = min(self.settings.time_limit_s, self._elapsed_s() + allowed_s)
+        for candidate in sorted(self.programs, key=self._best_s):
+            left_s = until_s - self._elapsed_s()
+            if left_s <= 0 or not self._may_improve(candidate):
+                continue
+            self._solve_program(candidate, self.programs[candidate], left_s)
+
+    def _solve_program(self, candidate: Candidate, program: PlacementProgram, time_limit_s: float) -> None:
+        own = self.found.get(candidate)
+        outcome = program.solve(
+            gap=self.settings.gap,
+            time_limit_s=time_limit_s,
+            seed=self.settings.seed,
+            start=own.choices if own else None,
+        )
+        self.bounds[candidate] = max(self.bounds[candidate], outcome.bound)
+        if outcome.has_solution:
+            instance = self._instance(candidate)
+            self._consider(candidate, program.choices(), WindowReplay(instance), self._budgets(instance))
+
+    def _first_that_fits(self) -> None:
+        """The last resort: any plan that fits at all, or the explanation why there is none."""
+        instances = [
+            self._instance(c) for c in infeasible.memory_candidates(self.accumulations, self.limits)
+        ]
+        missing: dict[tuple[Tier, ...], dict[Tier, int]] = {}
+        for elastic in (infeasible.TIERS, *((tier,) for tier in infeasible.TIERS)):
+            nearest = infeasible.closest(instances, self._budgets, elastic, self.settings.seed)
+            if nearest is None:
+                continue
+            over = self._over_bytes(nearest.instance, nearest.choices)
+            if not any(over.values()):
+                self._improve(nearest.instance.candidate, nearest.choices)
+                return
+            missing[elastic] = over
+        if infeasible.TIERS not in missing:
+            raise TimeLimitError(f"no plan was found within {self.settings.time_limit_s:g} s; raise the time limit")
+        raise infeasible.explain(missing, self.settings.budget_bytes)
+
+    def _judge(self) -> tuple[Found, Plan, Timeline] | None:
+        """Simulate the finalists; None when all exceed a budget, which is then tightened by the excess."""
+        best: tuple[Found, Plan, Timeline] | None = None
+        excess: dict[Tier, int] = {}
+        for found in sorted(self.found.values(), key=lambda f: f.step_s)[:NUM_FINALISTS]:
+            plan, timeline = self._simulate(found)
+            over = self._over_budget(timeline)
+            if any(over.values()):
+                excess = excess or over
+            elif best is None or timeline.step_s < best[2].step_s:
+                best = (found, plan, timeline)
+        for tier, size in excess.items():
+            self.withheld_bytes[tier] += size
+        return best
+
+    # ---- helpers
+
+    def _instance(self, candidate: Candidate) -> Instance:
+        if candidate not in self.instances:
+            self.instances[candidate] = Instance(self.profile, candidate)
+        return self.instances[candidate]
+
+    def _budgets(self, instance: Instance) -> Budgets:
+        budget, withheld = self.settings.budget_bytes, self.withheld_bytes
+        gpu_gb = instance.usable_gpu_gb(budget["gpu"] - withheld["gpu"])
+        return Budgets(gpu_gb, (budget["host"] - withheld["host"]) / 1e9)
+
+    def _keep(self, found: Found) -> None:
+        known = self.found.get(found.candidate)
+        if known is None or found.step_s < known.step_s:
+            self.found[found.candidate] = found
+
+    def _best_s(self, candidate: Candidate | None = None) -> float:
+        if candidate is not None:
+            return self.found[candidate].step_s if candidate in self.found else math.inf
+        return min((f.step_s for f in self.found.values()), default=math.inf)
+
+    def _may_improve(self, candidate: Candidate) -> bool:
+        """Whether the candidate's bound allows a plan that beats the incumbent by more than the gap."""
+        return self.bounds[candidate] < self._best_s() * (1 - self.settings.gap)
+
+    def _elapsed_s(self) -> float:
+        return time.monotonic() - self.started_s
+
+    def _remaining_s(self) -> float:
+        return self.settings.time_limit_s - self._elapsed_s()
+
+    def _simulate(self, found: Found) -> tuple[Plan, Timeline]:
+        plan = make_plan(
+            self._instance(found.candidate), found.choices, budget_bytes=self.settings.budget_bytes,
+            clip_norm=self.settings.clip_norm,
+        )  # fmt: skip
+        program = lower(plan, self.profile.stages)
+        return plan, simulate(program, self.profile, micro_batch=plan.micro_batch, steps=SIMULATED_STEPS)
+
+    def _over_budget(self, timeline: Timeline) -> dict[Tier, int]:
+        budget = self.settings.budget_bytes
+        return {tier: max(0, timeline.peak_bytes[tier] - budget[tier]) for tier in infeasible.TIERS}
+
+    def _over_bytes(self, instance: Instance, choices: Choices) -> dict[Tier, int]:
+        return self._over_budget(self._simulate(Found(instance.candidate, choices, math.inf))[1])
+
+    def _solution(
+        self, found: Found, plan: Plan, timeline: Timeline, compared: list[tuple[str, Found | None]]
+    ) -> Solution:
+        objective_s = timeline.step_s
+        bound_s = min([objective_s, *self.bounds.values()])
+        gap = (objective_s - bound_s) / objective_s
+        report = SolverReport(
+            status="optimal" if gap <= self.settings.gap else "feasible",
+            objective_s=objective_s,
+            bound_s=bound_s,
+            gap=gap,
+            seed=self.settings.seed,
+            time_s=self._elapsed_s(),
+            versions={name: version(name) for name in ("highspy", "pulp")},
+        )
+        shown = [Recipe(name, *(self._simulate(r) if r is not None else (None, None))) for name, r in compared]
+        tried = [
+            Tried(c, bound, self.found[c].step_s if c in self.found else None)
+            for c, bound in sorted(self.bounds.items(), key=lambda item: item[1])
+        ]
+        plan = plan.model_copy(update={"predicted": timeline.prediction(), "solver": report})
+        return Solution(plan, timeline, shown, tried)
+
+
+def _accumulations(profile: Profile, batch_size: int) -> dict[int, int]:
+    """Micro-batch -> accumulation for every usable micro-batch that divides the batch."""
+    if batch_size < 1:
+        raise UsageError(f"batch_size: {batch_size} is no batch; use at least 1")
+    sizes = usable_micro_batches(profile)
+    result = {size: batch_size // size for size in sizes if batch_size % size == 0}
+    if not result:
+        raise UsageError(
+            f"batch_size: {batch_size} is no multiple of a profiled micro-batch ({', '.join(map(str, sizes))}); "
+            f"change it or profile with --micro-batch"
+        )
+    return result
+

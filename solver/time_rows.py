@@ -1,0 +1,243 @@
+"""Time rows: when each window computes and when each engine serves it, over one cyclic step of period T.
+
+Windows w: 0 embedding, 1..L blocks forward, L+1 head, L+2..2L+1 blocks backward in reverse, 2L+2 embedding backward;
+the updates on the GPU follow. Every engine serves windows in their order, so no order has to be decided.
+
+Legend (seconds; M micro-batches, p prefetch depth, q D2H lag):
+    T        period of the step
+    tc[w]    compute of window w starts              comp[w]  its duration, recomputation and gradient norm included
+    tx[w]    upload of the weights of w starts       load[w]  its duration
+    ta[w]    first fetches of saved tensors for w    f[w]     duration of the fetch of one micro-batch
+    tr[w]    the remaining fetches for w
+    ty[w]    copies to the host for w start          save[w]  duration of one micro-batch, grads[w] of a gradient
+    te       the clip factor is on the host: updates are released (exact clipping)
+    cc[w]    CPU updates up to the stage of window w, in forward order
+"""
+
+from __future__ import annotations
+
+import pulp
+
+from lazysched.solver.decisions import Decisions, Expression
+from lazysched.solver.instance import Instance
+
+_ZERO = pulp.LpAffineExpression()
+
+
+def add_time_rows(problem: pulp.LpProblem, instance: Instance, decisions: Decisions) -> pulp.LpVariable:
+    """Add all rows; returns T."""
+    return _TimeRows(problem, instance, decisions).build()
+
+
+class _TimeRows:
+    """Durations per window as expressions, then the rows of each engine."""
+
+    def __init__(self, problem: pulp.LpProblem, instance: Instance, decisions: Decisions) -> None:
+        self.problem, self.instance, self.decisions = problem, instance, decisions
+        candidate = instance.candidate
+        self.m, self.depth, self.lag = candidate.accumulation, candidate.prefetch_depth, candidate.d2h_lag
+        self.num_blocks = instance.num_blocks
+        self.head = self.num_blocks + 1
+        self.num_windows = 2 * self.num_blocks + 3
+        self.windows = range(self.num_windows)
+        self.forward_blocks = range(1, self.head)
+        self.backward_blocks = range(self.head + 1, self.num_windows - 1)
+        self.comp = [self._compute_s(w) for w in self.windows]
+        self.load = [self._load_s(w) for w in self.windows]
+        self.grads = [self._grads_s(w) for w in self.windows]
+        self.save = [self._saved(w, self.forward_blocks, "save_s") for w in self.windows]
+        self.fetch = [self._saved(w, self.backward_blocks, "fetch_s") for w in self.windows]
+        self.shortest_s = min(o.forward_s for options in instance.saves for o in options) * self.m
+        self.longest_s = max(o.backward_s for options in instance.saves for o in options) * self.m
+        self.tc = self._starts("tc")
+        self.tx = self._starts("tx", may_precede_step=True)
+        self.ty = self._starts("ty")
+        self.period = pulp.LpVariable("T", 0)
+        self.te = pulp.LpVariable("te", 0)
+
+    def build(self) -> pulp.LpVariable:
+        """All rows; returns T."""
+        self._compute_rows()
+        self._upload_rows()
+        self._fetch_rows()
+        self._save_rows()
+        self._gradient_rows()
+        self._update_rows()
+        return self.period
+
+    def _starts(self, letter: str, may_precede_step: bool = False) -> list[pulp.LpVariable]:
+        return [pulp.LpVariable(f"{letter}_{w}", None if may_precede_step else 0) for w in self.windows]
+
+    # ---- durations
+
+    def _block(self, window: int) -> int | None:
+        """Block of a window; None for embedding and head."""
+        if window in self.forward_blocks:
+            return window - 1
+        return self.num_windows - 2 - window if window in self.backward_blocks else None
+
+    def _compute_s(self, window: int) -> Expression:
+        block, instance = self._block(window), self.instance
+        if block is None:
+            fixed = {0: self.m * instance.embed_forward_s, self.head: instance.head_s}
+            return _ZERO + fixed.get(window, instance.embed_backward_s)
+        if window < self.head:
+            return self.decisions.save(block, lambda o: self.m * o.forward_s)
+        return self.decisions.save(block, lambda o: self.m * o.backward_s) + instance.blocks[block].norm_s
+
+    def _load_s(self, window: int) -> Expression:
+        block = self._block(window)
+        if block is None:
+            if window == self.num_windows - 1:
+                return _ZERO
+            return self.decisions.ends_on(lambda c: c.load_s, gpu=False, embed=window == 0, head=window != 0)
+        if window < self.head:
+            return self.decisions.state(block, lambda c: c.load_s, "resident", "streamed")
+        # At the turn the last blocks still lie in their slots.
+        held = block >= self.num_blocks - self.depth - 1
+        return _ZERO if held else self.decisions.state(block, lambda c: c.load_s, "streamed")
+
+    def _grads_s(self, window: int) -> Expression:
+        block = self._block(window)
+        if window < self.head:
+            return _ZERO
+        if block is None:
+            is_head = window == self.head
+            return self.decisions.ends_on(lambda c: c.grads_s, gpu=False, embed=not is_head, head=is_head)
+        return self.decisions.state(block, lambda c: c.grads_s, "resident", "streamed")
+
+    def _saved(self, window: int, blocks: range, attribute: str) -> Expression:
+        block = self._block(window)
+        if block is None or window not in blocks:
+            return _ZERO
+        return self.decisions.save(block, lambda option: float(getattr(option, attribute)))
+
+    def _stays(self, window: int) -> Expression:
+        """1 if nothing of the window's block is sent to the host, else 0."""
+        block = self._block(window)
+        return _ZERO + 1 if block is None else self.decisions.save(block, lambda o: float(o.tier == "gpu"))
+
+    # ---- rows
+
+    def _compute_rows(self) -> None:
+        self.problem += self.tc[0] == 0
+        for w in self.windows[:-1]:
+            self.problem += self.tc[w + 1] >= self.tc[w] + self.comp[w]
+            self.problem += self.tc[w] >= self.tx[w] + self.load[w]
+        updates = [self.decisions.state(i, lambda c: c.gpu_update_s, "gpu") for i in range(self.num_blocks)]
+        ends = self.decisions.ends_on(lambda c: c.gpu_update_s, gpu=True, embed=True, head=True)
+        self.problem += self.period >= self._compute_end(self.num_windows - 1) + pulp.lpSum(updates) + ends
+
+    def _compute_end(self, window: int) -> Expression:
+        return self.tc[window] + self.comp[window]
+
+    def _position_end(self, window: int, micro_batches_before: int) -> tuple[Expression, int]:
+        """End of the compute of the micro-batch that many before the first one of ``window``, and its window."""
+        back, index = divmod(-micro_batches_before, self.m)
+        where = max(window + back, 0)
+        return self.tc[where] + ((index + 1) / self.m) * self.comp[where], where
+
+    def _upload_rows(self) -> None:
+        """Slots are free once the stage that streamed through them p + 1 streamed stages before has computed."""
+        for w in self.windows[self.depth + 1 :]:
+            if self._block(w) is None:
+                continue
+            gate = w - self.depth - 1
+            between = [self._block(k) for k in range(gate, w + 1)]
+            # A stage in between that does not stream leaves its turn to this one, which starts a window earlier.
+            idle = [1 - self.decisions.y[b]["streamed"] for b in between if b is not None]
+            self.problem += self.tx[w] >= self._compute_end(gate) - self.shortest_s * pulp.lpSum(idle)
+
+    def _fetch_rows(self) -> None:
+        """Uploads and fetches share one engine, in the order in which the program issues them.
+
+        With one micro-batch: first fetches(w), upload(w). With more: upload(w), rest of fetches(w-1), first fetches(w).
+        """
+        first = min(self.depth + 1, self.m)
+        end: Expression | None = None  # of whatever the engine did last
+        for w in self.windows:
+            fetches = w in self.backward_blocks
+            if fetches and self.m == 1:
+                end = self._first_fetches(w, first, end)
+            if end is not None:
+                self.problem += self.tx[w] >= end
+            end = self.tx[w] + self.load[w]
+            if w - 1 in self.backward_blocks and self.m > first:
+                end = self._remaining_fetches(w - 1, first, end)
+            if fetches and self.m > 1:
+                end = self._first_fetches(w, first, end)
+
+    def _first_fetches(self, window: int, first: int, before: Expression) -> Expression:
+        """The fetches of a window that may run before it computes; returns their end."""
+        start = pulp.LpVariable(f"ta_{window}", None)
+        self.problem += start >= before
+        gate, behind = self._position_end(window, self.depth + 1)
+        # A block in between that fetches nothing leaves its slots to this one, which starts that much earlier.
+        idle = [self._stays(k) for k in range(behind, window) if k in self.backward_blocks]
+        self.problem += start >= gate - self.longest_s * self._stays(window) - self.shortest_s * pulp.lpSum(idle)
+        saved = self.num_windows - 1 - window  # the window that sent it away
+        self.problem += start >= self.ty[saved] + self.save[saved]
+        self.problem += start + self.m * self.fetch[window] >= self._saves_end(saved) + self.fetch[window]
+        self.problem += self.tc[window] >= start + self.fetch[window]
+        end = start + first * self.fetch[window]
+        rest_s = ((self.m - first + 1) / self.m) * self.comp[window]
+        self.problem += self.tc[window + 1] >= end + rest_s - self.longest_s * self._stays(window)
+        return end
+
+    def _remaining_fetches(self, window: int, first: int, before: Expression) -> Expression:
+        """Fetches of a window that wait for its own micro-batches to free their slots; returns their end."""
+        start = pulp.LpVariable(f"tr_{window}", 0)
+        one_s = self.comp[window] * (1 / self.m)
+        stays = (2 * self.longest_s / self.m) * self._stays(window)
+        self.problem += start >= before
+        self.problem += start >= self.tc[window] + one_s - stays
+        end = start + (self.m - first) * self.fetch[window]
+        self.problem += self.tc[window + 1] >= end + one_s - stays
+        return end
+
+    def _saves_end(self, window: int) -> Expression:
+        return self.ty[window] + self.m * self.save[window]
+
+    def _save_rows(self) -> None:
+        for w in self.forward_blocks:
+            one_s = self.comp[w] * (1 / self.m)
+            self.problem += self.ty[w] >= self.tc[w] + one_s
+            self.problem += self._saves_end(w) >= self._compute_end(w) + self.save[w]
+            self.problem += self.ty[w + 1] >= self._saves_end(w)
+            if self.m > self.lag + 1:
+                waited = self.ty[w] + (self.m - 1 - self.lag) * self.save[w]
+                self.problem += self.tc[w + 1] >= waited + one_s - self._backlog_s() * self._stays(w)
+            if w + 1 in self.forward_blocks:
+                waited = self._saves_end(w) - min(self.lag, self.m) * self.save[w]
+                self.problem += self.tc[w + 1] >= waited - self._backlog_s() * self._stays(w + 1)
+
+    def _backlog_s(self) -> float:
+        """Most copying to the host that a block which sends nothing away has not to wait for."""
+        return self.m * max(o.save_s + o.forward_s for options in self.instance.saves for o in options)
+
+    def _gradient_rows(self) -> None:
+        """Gradients leave after their window; their slot must be free again ``lag + 1`` windows later."""
+        for w in range(self.head, self.num_windows):
+            end = self.ty[w] + self.grads[w]
+            self.problem += self.ty[w] >= self._compute_end(w)
+            self.problem += (self.ty[w + 1] if w + 1 < self.num_windows else self.te) >= end
+            user = w + self.lag + 1
+            if w in self.backward_blocks and user in self.backward_blocks:
+                # With accumulation only the rounding at the end of the window needs the slot.
+                self.problem += (self.tc[user] if self.m == 1 else self.tc[user + 1]) >= end
+
+    def _update_rows(self) -> None:
+        """The upload for the next step waits for its update, and updates wait for the clip factor."""
+        self.problem += self.te >= self._compute_end(self.num_windows - 1)
+        before: Expression = _ZERO
+        for w in range(self.head + 1):
+            block = self._block(w)
+            if block is None:
+                own = self.decisions.ends_on(lambda c: c.cpu_update_s, gpu=False, embed=w == 0, head=w != 0)
+            else:
+                own = self.decisions.state(block, lambda c: c.cpu_update_s, "resident", "streamed")
+            updated = pulp.LpVariable(f"cc_{w}", 0)
+            self.problem += updated == before + own
+            self.problem += self.tx[w] + self.period >= self.te + updated
+            before = updated
+        self.problem += self.period >= before

@@ -1,0 +1,270 @@
+"""Time and memory of many choices at once: a replay of the step window by window, vectorised over choices.
+
+It follows the order of ``time_rows`` (same letters) but replays it for given decisions, with slots handed on exactly, so
+that a search can afford thousands of evaluations. It ranks; the judge stays ``simulate`` on the lowered program.
+Arrays: N choices, L blocks; times in seconds, sizes in GB.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lazysched.solver.instance import STATE_CHOICES, Instance, SaveOption, StageCosts, StateChoice
+from lazysched.solver.memory_rows import Budgets
+from lazysched.solver.plans import Choices
+
+Floats = NDArray[np.float64]
+Bools = NDArray[np.bool_]
+Ints = NDArray[np.int64]
+GPU, RESIDENT, STREAMED = range(3)
+NUM_STEPS = 3
+
+
+@dataclass(frozen=True)
+class ChoiceBatch:
+    """N sets of choices: ``saves`` and ``states`` are N x L, ``vocabulary`` has length N."""
+
+    saves: Ints
+    states: Ints
+    vocabulary: Ints
+
+    @classmethod
+    def of(cls, choices: list[Choices]) -> ChoiceBatch:
+        """Stack choices."""
+        return cls(
+            np.array([c.saves for c in choices], dtype=np.int64),
+            np.array([[STATE_CHOICES.index(s) for s in c.states] for c in choices], dtype=np.int64),
+            np.array([c.vocabulary for c in choices], dtype=np.int64),
+        )
+
+    def choices(self, index: int) -> Choices:
+        """One set of choices."""
+        return Choices(
+            tuple(STATE_CHOICES[s] for s in self.states[index]),
+            tuple(int(o) for o in self.saves[index]),
+            int(self.vocabulary[index]),
+        )
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What each of N choices costs."""
+
+    step_s: Floats
+    gpu_gb: Floats
+    host_gb: Floats
+
+    def fits(self, budgets: Budgets) -> Bools:
+        """Which choices are within ``budgets``."""
+        return (self.gpu_gb <= budgets.gpu_gb + 1e-9) & (self.host_gb <= budgets.host_gb + 1e-9)
+
+
+class WindowReplay:
+    """Evaluates choices for one instance."""
+
+    def __init__(self, instance: Instance) -> None:
+        self.instance = instance
+        candidate = instance.candidate
+        self.m, self.slots, self.lag = candidate.accumulation, candidate.prefetch_depth + 1, candidate.d2h_lag
+        self.num_blocks = instance.num_blocks
+
+    def evaluate(self, batch: ChoiceBatch) -> Evaluation:
+        """Step time and memory of every set of choices."""
+        gpu_gb, host_gb = self._memory(batch)
+        return Evaluation(_Steps(self, batch).steady_step_s(), gpu_gb, host_gb)
+
+    def option_table(self, attribute: str, batch: ChoiceBatch) -> Floats:
+        """N x L: an attribute of the chosen save options."""
+        tables = [_column(options, attribute) for options in self.instance.saves]
+        return np.stack([table[batch.saves[:, i]] for i, table in enumerate(tables)], axis=1)
+
+    def stage_row(self, attribute: str) -> Floats:
+        """L: an attribute of the blocks' costs."""
+        return np.array([getattr(block, attribute) for block in self.instance.blocks])
+
+    def ends(self, attribute: str, batch: ChoiceBatch, *, gpu: bool) -> tuple[Floats, Floats]:
+        """For embedding and head, N each: the attribute where the GPU (or else the host) updates it, else 0."""
+        options = self.instance.vocabulary_options
+
+        def column(costs: StageCosts, choices: list[StateChoice]) -> Floats:
+            value = float(getattr(costs, attribute))
+            return np.array([value if (c == "gpu") == gpu else 0.0 for c in choices])[batch.vocabulary]
+
+        embed = column(self.instance.embed, [o.embed for o in options])
+        return embed, column(self.instance.head, [o.head for o in options])
+
+    def _memory(self, batch: ChoiceBatch) -> tuple[Floats, Floats]:
+        """Peak GB on GPU and host, as the memory rows have them."""
+        instance, m = self.instance, self.m
+        weight, stored = self.stage_row("weight_gb"), self.stage_row("stored_gb")
+        on_gpu, streamed = batch.states == GPU, batch.states == STREAMED
+        vocabulary: dict[str, Floats] = {
+            name: np.array([getattr(o, name) for o in instance.vocabulary_options])[batch.vocabulary]
+            for name in ("gpu_gb", "host_gb", "grads_slot_gb")
+        }
+        base = instance.gpu_constant_gb + vocabulary["gpu_gb"] + vocabulary["grads_slot_gb"]
+        base = base + (on_gpu * stored + (batch.states == RESIDENT) * weight).sum(1)
+        base = base + self.slots * (streamed * weight).max(1) + (self.lag + 1) * (~on_gpu * weight).max(1)
+        base = base + (self.slots + self.lag + 1) * instance.moving_slot_gb
+        kept = np.cumsum(m * self.option_table("kept_gb", batch), axis=1)
+        hidden = m * instance.hidden_gb
+        blocks = (kept + self.option_table("working_gb", batch)).max(1) + hidden
+        head = kept[:, -1] + hidden + instance.hidden_gb + instance.head_variant.working_backward_bytes / 1e9
+        embed = instance.embed_variant
+        ends = hidden + max(embed.working_forward_bytes, embed.working_backward_bytes) / 1e9
+        updates = (on_gpu * self.stage_row("gpu_update_working_gb")).max(1)
+        for working in self.ends("gpu_update_working_gb", batch, gpu=True):
+            updates = np.maximum(updates, working)
+        gpu_gb = base + np.maximum(np.maximum(blocks, head), np.maximum(ends, updates))
+        offloaded = m * self.option_table("offloaded_gb", batch).sum(1)
+        host_gb = instance.host_constant_gb + vocabulary["host_gb"] + (~on_gpu * stored).sum(1) + offloaded
+        return gpu_gb, host_gb
+
+
+def _column(options: tuple[SaveOption, ...], attribute: str) -> Floats:
+    return np.array([getattr(option, attribute) for option in options], dtype=np.float64)
+
+
+class _Steps:
+    """State of the engines while steps are replayed; every array has length N unless said."""
+
+    def __init__(self, replay: WindowReplay, batch: ChoiceBatch) -> None:
+        self.replay, self.m, self.slots, self.lag = replay, replay.m, replay.slots, replay.lag
+        self.num_blocks = replay.num_blocks
+        num = len(batch.vocabulary)
+        self._durations(replay, batch)
+        zero: Floats = np.zeros(num)
+        self.compute_s = self.h2d_s = self.d2h_s = self.scale_s = zero
+        self.weight_slots: Floats = np.zeros((num, self.slots))
+        self.fetch_slots: Floats = np.zeros((num, self.slots))
+        self.save_slots: Floats = np.zeros((num, self.lag + 1))
+        self.grad_slots: Floats = np.zeros((num, self.lag + 1))
+
+    def _durations(self, replay: WindowReplay, batch: ChoiceBatch) -> None:
+        table = replay.option_table
+        self.forward, self.backward = table("forward_s", batch), table("backward_s", batch)
+        self.save, self.fetch = table("save_s", batch), table("fetch_s", batch)
+        self.moves = table("offloaded_gb", batch) > 0
+        self.on_host: Bools = batch.states != GPU
+        self.streamed: Bools = batch.states == STREAMED
+        self.load: Floats = self.on_host * replay.stage_row("load_s")
+        self.grads: Floats = self.on_host * replay.stage_row("grads_s")
+        self.norm = replay.stage_row("norm_s")
+        self.embed_load, self.head_load = replay.ends("load_s", batch, gpu=False)
+        self.embed_grads, self.head_grads = replay.ends("grads_s", batch, gpu=False)
+        embed_update, head_update = replay.ends("cpu_update_s", batch, gpu=False)
+        updates = self.on_host * replay.stage_row("cpu_update_s")
+        self.updated = embed_update[:, None] + np.cumsum(updates, axis=1)  # until block i's update has ended
+        self.embed_updated, self.head_updated = embed_update, self.updated[:, -1] + head_update
+        gpu_updates = (~self.on_host * replay.stage_row("gpu_update_s")).sum(1)
+        self.gpu_updates = gpu_updates + sum(replay.ends("gpu_update_s", batch, gpu=True))
+        after = np.cumsum(self.streamed[:, ::-1], axis=1)[:, ::-1] - self.streamed
+        self.reload: Bools = self.streamed & (after >= self.slots)  # the others still lie in their slots
+
+    def steady_step_s(self) -> Floats:
+        """Distance between the ends of the last two steps."""
+        ends: list[Floats] = [self._step() for _ in range(NUM_STEPS)]
+        return ends[-1] - ends[-2]
+
+    def _step(self) -> Floats:
+        instance = self.replay.instance
+        released = self.scale_s
+        self._upload(self.embed_load, released + self.embed_updated)
+        self.compute_s = self._ready() + self.m * instance.embed_forward_s
+        self.save_first: list[Floats] = []
+        self.save_last: list[Floats] = []
+        for i in range(self.num_blocks):
+            self._upload(self.load[:, i], released + self.updated[:, i], gated=self.streamed[:, i])
+            self._forward(i)
+        self._upload(self.head_load, released + self.head_updated)
+        self.compute_s = self._ready() + instance.head_s
+        self.d2h_s = np.maximum(self.d2h_s, self.compute_s) + self.head_grads
+        rest: Floats = np.zeros_like(self.compute_s)
+        for i in reversed(range(self.num_blocks)):
+            rest = self._backward(i, rest)
+        self.compute_s = self.compute_s + instance.embed_backward_s
+        self.d2h_s = np.maximum(self.d2h_s, self.compute_s) + self.embed_grads
+        self.scale_s = self.d2h_s
+        self.compute_s = self.compute_s + self.gpu_updates
+        return self.compute_s
+
+    def _ready(self) -> Floats:
+        return np.maximum(self.compute_s, self.loaded_s)
+
+    def _upload(self, duration_s: Floats, after_s: Floats | float, gated: Bools | None = None) -> None:
+        """Upload weights; ``loaded_s`` says when they are there, 0 for those that need no upload."""
+        start = np.maximum(self.h2d_s, after_s)
+        if gated is not None:
+            start = np.where(gated, np.maximum(start, self.weight_slots[:, 0]), start)
+        needed = duration_s > 0
+        self.h2d_s = np.where(needed, start + duration_s, self.h2d_s)
+        self.loaded_s: Floats = np.where(needed, self.h2d_s, 0.0)
+
+    def _forward(self, i: int) -> None:
+        moves, save_s, m = self.moves[:, i], self.save[:, i], self.m
+        start = self._ready()
+        start = np.where(moves, np.maximum(start, self.save_slots[:, 0]), start)
+        end = start + m * self.forward[:, i]
+        first = np.maximum(self.d2h_s, start + self.forward[:, i])
+        saved = np.maximum(first + m * save_s, end + save_s)
+        if m > self.lag + 1:
+            end = np.where(moves, np.maximum(end, saved - (self.lag + 1) * save_s + self.forward[:, i]), end)
+            saved = np.maximum(saved, end + save_s)
+        self.save_first.append(np.where(moves, first + save_s, 0.0))
+        self.save_last.append(np.where(moves, saved, 0.0))
+        self.d2h_s = np.where(moves, saved, self.d2h_s)
+        back = np.arange(self.lag, -1, -1)
+        self._push("save_slots", moves, [saved - k * save_s for k in back[-m:]])
+        self.compute_s = end
+        self._push("weight_slots", self.streamed[:, i], [end])
+
+    def _push(self, name: str, mask: Bools, times: list[Floats]) -> None:
+        """Hand slots on, first in first out, where ``mask``; ``times`` is when the new holders leave them."""
+        ring: Any = getattr(self, name)
+        kept = ring.shape[1]
+        new = np.concatenate([ring, np.stack(times, axis=1)], axis=1)[:, -kept:]
+        setattr(self, name, np.where(mask[:, None], new, ring))
+
+    def _backward(self, i: int, rest_s: Floats) -> Floats:
+        """One block's backward; ``rest_s`` is the fetching of the block before that still shares the engine."""
+        m, moves, fetch_s = self.m, self.moves[:, i], self.fetch[:, i]
+        reload_s: Floats = self.load[:, i] * self.reload[:, i]
+        if m > 1:
+            self._upload(reload_s, 0.0, gated=self.streamed[:, i])
+            self.h2d_s = self.h2d_s + rest_s
+        fetched, fetched_all = self._fetch(i)
+        if m == 1:
+            self._upload(reload_s, 0.0, gated=self.streamed[:, i])
+        one_s = self.backward[:, i]
+        start = np.where(moves, np.maximum(self._ready(), fetched), self._ready())
+        if m == 1:
+            start = np.where(self.on_host[:, i], np.maximum(start, self.grad_slots[:, 0]), start)
+        end = start + m * one_s
+        num_first = min(self.slots, m)
+        left_s = (m - num_first) * fetch_s
+        end = np.where(moves, np.maximum(end, fetched_all + left_s + one_s), end)
+        self._push("fetch_slots", moves, [end - k * one_s for k in range(min(m, self.slots) - 1, -1, -1)])
+        if m > 1:
+            end = np.where(self.on_host[:, i], np.maximum(end, self.grad_slots[:, 0]), end)
+        self.compute_s = end + self.norm[i]
+        self._push("weight_slots", self.streamed[:, i], [self.compute_s])
+        sent = np.maximum(self.d2h_s, self.compute_s) + self.grads[:, i]
+        self.d2h_s = np.where(self.on_host[:, i], sent, self.d2h_s)
+        self._push("grad_slots", self.on_host[:, i], [sent])
+        return left_s * moves
+
+    def _fetch(self, i: int) -> tuple[Floats, Floats]:
+        """Fetches that may run before the block computes; ends of the first and of all of them."""
+        moves, fetch_s = self.moves[:, i], self.fetch[:, i]
+        time = np.maximum(self.h2d_s, self.save_first[i])
+        first = time
+        for k in range(min(self.slots, self.m)):
+            time = np.maximum(time, self.fetch_slots[:, k]) + fetch_s
+            first = time if k == 0 else first
+        time = np.maximum(time, self.save_last[i])
+        self.h2d_s = np.where(moves, time, self.h2d_s)
+        return first, time

@@ -1,0 +1,126 @@
+"""The same on a GPU in bf16: placement does not change a bit; shapes make transfers slow enough to race."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from lazysched.runtime.model import Model
+from lazysched.runtime.optimizer import AdamWSettings
+from lazysched.runtime.session import Session
+from lazysched.schemas import Plan, SaveVariant, StagePlan
+from tests.lowering.plans import plans
+from tests.runtime.tiny import llama, uneven_batch, variants_of
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.filterwarnings("ignore:.*determinis.*:UserWarning"),
+]
+SEQ_LEN, MICRO_BATCH, CHUNK_TOKENS, VOCABULARY, STEPS = 512, 4, 256, 8192, 3
+LEARNING_RATE = 1e-3
+Outcome = tuple[list[tuple[float, float]], dict[str, torch.Tensor]]
+
+
+@pytest.fixture(autouse=True)
+def _deterministic() -> Iterator[None]:
+    """Attention's backward adds in any order unless told not to."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def config(tied: bool) -> Any:
+    return llama(
+        tied, hidden_size=512, intermediate_size=2048, num_attention_heads=8, num_key_value_heads=4,
+        num_hidden_layers=5, vocab_size=VOCABULARY, max_position_embeddings=SEQ_LEN, initializer_range=0.03,
+    )  # fmt: skip
+
+
+@cache
+def model_and_variants(tied: bool) -> tuple[Model, dict[str, SaveVariant]]:
+    model = Model(config(tied), "bfloat16", torch.device("cuda"), micro_batch=MICRO_BATCH, seq_len=SEQ_LEN)
+    return model, variants_of(model, MICRO_BATCH, SEQ_LEN)
+
+
+def outcome(plan: Plan, tied: bool) -> Outcome:
+    device = torch.device("cuda")
+    with Session(
+        plan, config(tied), device, settings=AdamWSettings(weight_decay=0.1), max_grad_norm=0.5, host_limit_bytes=10**10
+    ) as session:
+        session.initialise(seed=1)
+        batches = [uneven_batch(plan.batch_size, SEQ_LEN, VOCABULARY, seed) for seed in range(STEPS)]
+        results = [session.executor.step(batch, LEARNING_RATE) for batch in batches]
+        session.executor.drain()
+        numbers = [(result.loss, result.grad_norm) for result in results]
+        return numbers, {name: session.weight(name).clone() for name, _ in session.weight_names()}
+
+
+def with_state(plan: Plan, tier: str) -> Plan:
+    weights = {"weights": "gpu"} if tier == "gpu" else {}
+    stages = {key: choice.model_copy(update={"state": tier} | weights) for key, choice in plan.stages.items()}
+    return plan.model_copy(update={"stages": stages})
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[Plan, bool]:
+    tied, accumulation = draw(st.booleans()), draw(st.sampled_from([1, 3]))
+    model, variants = model_and_variants(tied)
+    plan = draw(
+        plans(
+            model.stages, variants, micro_batch=MICRO_BATCH, accumulation=accumulation, seq_len=SEQ_LEN,
+            compute_dtype="bfloat16", clip_norm=0.5, loss_chunk_tokens=CHUNK_TOKENS,
+        )
+    )  # fmt: skip
+    return plan.model_copy(update={"model_id": model.model_id}), tied
+
+
+@cache
+def resident(tied: bool, accumulation: int, tier: str) -> Outcome:
+    """Everything on the GPU and kept, the optimizer state in ``tier``."""
+    model, variants = model_and_variants(tied)
+    block = StagePlan(weights="gpu", state=tier, saved_tiers={"intermediates": "gpu"})  # type: ignore[arg-type]
+    end = StagePlan(weights="gpu", state=tier)  # type: ignore[arg-type]
+    plan = Plan(
+        model_id=model.model_id, hardware_id="any", compute_dtype="bfloat16", batch_size=MICRO_BATCH * accumulation,
+        seq_len=SEQ_LEN, micro_batch=MICRO_BATCH, accumulation=accumulation, loss_chunk_tokens=CHUNK_TOKENS,
+        stages={s.id: block if s.is_block else end for s in model.stages}, variants=variants, budget_bytes={},
+    )  # fmt: skip
+    return outcome(plan, tied)
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(cases(), st.sampled_from(["host", "gpu"]))
+def test_placement_does_not_change_a_bit(case: tuple[Plan, bool], tier: str) -> None:
+    plan, tied = case
+    numbers, weights = outcome(with_state(plan, tier), tied)
+    expected_numbers, expected = resident(tied, plan.accumulation, tier)
+    assert numbers == expected_numbers
+    for name, value in expected.items():
+        assert torch.equal(weights[name], value), name
+
+
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(cases())
+def test_mixed_processors_stay_within_their_rounding(case: tuple[Plan, bool]) -> None:
+    """CPU and GPU kernels of AdamW round differently; each update moves a weight by about the learning rate.
+
+    The first step starts from equal weights, so masters differ there by rounding alone. A gradient near zero may then
+    turn either way, which bounds the difference of a weight after ``STEPS`` steps by twice what Adam can move it.
+    """
+    plan, tied = case
+    numbers, weights = outcome(plan, tied)
+    expected_numbers, expected = resident(tied, plan.accumulation, "host")
+    assert numbers[0] == expected_numbers[0]
+    for name, value in expected.items():
+        half_ulp = value.float().abs() * 2.0**-8
+        limit = 2 * STEPS * LEARNING_RATE * 1.1 + half_ulp
+        assert ((weights[name].float() - value.float()).abs() <= limit).all(), name
+        moved = (weights[name].float() - value.float()).norm() / value.float().norm()
+        assert moved <= 2.0**-8, name

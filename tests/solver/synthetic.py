@@ -1,0 +1,128 @@
+"""Synthetic profiles after the shapes and figures of real machines, for any number of blocks. Nothing here is measured.
+
+``large_profile`` follows one Qwen2-like block on a fast GPU (H200-like) or a 24 GB card; ``tiny_profile`` has round numbers
+for cases worked out by hand and for brute force.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lazysched.schemas import Curve, Dtype, Profile, Rate, SaveVariant, Stage, Timing
+
+SEQ_LEN = 1024
+KEPT_FRONTIER = (("all", 0.67, 0.0), ("half", 0.52, 0.03), ("tenth", 0.10, 0.21))
+"""(variant, share of all saved tensors, extra backward over forward + backward) of one compiled block."""
+INPUT_ONLY_EXTRA = 0.30
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A decoder-only model."""
+
+    hidden: int
+    ffn: int
+    kv: int
+    vocabulary: int
+    tied: bool
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Rates of a machine: FLOP/s, bytes/s, parameters/s and bytes."""
+
+    name: str
+    flops_per_s: float
+    link_bytes_per_s: float
+    gpu_bytes_per_s: float
+    cpu_params_per_s: float
+    gpu_bytes: int
+    host_bytes: int
+
+
+SHAPE_3B = Shape(2048, 11008, 256, 151_936, tied=True)
+SHAPE_7B = Shape(3584, 18944, 512, 152_064, tied=False)
+FAST = Machine("fast", 600e12, 49e9, 3e12, 3.9e9, 139_000_000_000, 128_000_000_000)
+CARD = Machine("card", 60e12, 22e9, 0.8e12, 0.8e9, 24_000_000_000, 128_000_000_000)
+
+
+def timing(seconds: float) -> Timing:
+    return Timing(median_s=seconds, repeats=5)
+
+
+def curve(bytes_per_s: float) -> Curve:
+    return Curve(points=[(1 << 20, bytes_per_s)])
+
+
+def large_profile(
+    shape: Shape, machine: Machine, num_blocks: int, micro_batches: Sequence[int] = (1, 2, 4, 8, 16, 32)
+) -> Profile:
+    """A bf16 model on a machine; host memory of ``machine`` may be too small for its states: budgets are the test's."""
+    block_params = 2 * shape.hidden**2 + 2 * shape.hidden * shape.kv + 3 * shape.hidden * shape.ffn
+    vocabulary_params = shape.hidden * shape.vocabulary
+    stages = [_stage("embed", "embed", vocabulary_params, 2)]
+    stages += [_stage(f"block.{i}", "block", block_params, 2) for i in range(num_blocks)]
+    head = _stage("head", "head", shape.hidden if shape.tied else vocabulary_params + shape.hidden, 2)
+    stages.append(head.model_copy(update={"shares": "embed"} if shape.tied else {}))
+    variants: dict[str, dict[int, list[SaveVariant]]] = {"embed": {}, "block": {}, "head": {}}
+    for size in micro_batches:
+        tokens = size * SEQ_LEN
+        variants["block"][size] = _block_variants(shape, machine, block_params, tokens)
+        variants["embed"][size] = [_end(tokens * 1e-9, tokens * 2e-9, 8 * tokens * shape.hidden)]
+        head_s = 6 * vocabulary_params * tokens / machine.flops_per_s
+        variants["head"][size] = [_end(head_s / 3, head_s, 1_000_000_000)]
+    return _profile(machine, "bfloat16", stages, variants, SEQ_LEN)
+
+
+def _stage(stage_id: str, structure: str, num_params: int, element_bytes: int) -> Stage:
+    return Stage(
+        id=stage_id, structure=structure, params={f"{stage_id}.w": (num_params,)},
+        weight_bytes=num_params * element_bytes,
+    )  # fmt: skip
+
+
+def _block_variants(shape: Shape, machine: Machine, num_params: int, tokens: int) -> list[SaveVariant]:
+    efficiency = tokens / (tokens + 512)  # small micro-batches do not fill a GPU
+    forward_s = tokens * (2 * num_params + 2 * SEQ_LEN * shape.hidden) / machine.flops_per_s / efficiency
+    input_bytes, full_bytes = 2 * tokens * shape.hidden, tokens * (12 * shape.hidden + 6 * shape.ffn)
+    common = {
+        "forward": timing(forward_s), "working_forward_bytes": full_bytes // 2, "working_backward_bytes": full_bytes,
+    }  # fmt: skip
+    variants = [
+        SaveVariant(
+            name=name, saved={"input": input_bytes, "intermediates": round(share * full_bytes)},
+            backward=timing(2 * forward_s + extra * 3 * forward_s), **common,
+        )
+        for name, share, extra in KEPT_FRONTIER
+    ]  # fmt: skip
+    backward = timing((2 + 3 * INPUT_ONLY_EXTRA) * forward_s)
+    return [*variants, SaveVariant(name="input", saved={"input": input_bytes}, backward=backward, **common)]
+
+
+def _end(forward_s: float, backward_s: float, working_bytes: int) -> SaveVariant:
+    return SaveVariant(
+        name="all", saved={}, forward=timing(forward_s), backward=timing(backward_s),
+        working_forward_bytes=working_bytes, working_backward_bytes=working_bytes,
+    )  # fmt: skip
+
+
+def _profile(
+    machine: Machine, dtype: Dtype, stages: list[Stage], variants: dict[str, dict[int, list[SaveVariant]]], seq_len: int
+) -> Profile:
+    link = machine.link_bytes_per_s
+    return Profile(
+        hardware_id=machine.name, model_id="synthetic", device="cuda", compute_dtype=dtype, seq_len=seq_len,
+        loss_chunk_tokens=1024, stages=stages, variants=variants,
+        links={
+            "h2d": curve(1.1 * link), "d2h": curve(1.1 * link), "h2d_both": curve(link), "d2h_both": curve(link),
+            "gpu": curve(machine.gpu_bytes_per_s),
+        },
+        update={
+            "cpu": {"fp32": Rate(per_s=machine.cpu_params_per_s)},
+            "gpu": {"fp32": Rate(per_s=machine.gpu_bytes_per_s / 28)},
+        },
+        total_bytes={"gpu": machine.gpu_bytes, "host": machine.host_bytes, "nvme": None},
+        free_bytes={"gpu": machine.gpu_bytes, "host": machine.host_bytes, "nvme": None},
+        context_bytes=500_000_000 if dtype == "bfloat16" else 0, fragmentation=0.02 if dtype == "bfloat16" else 0.0,
+    )  # fmt: skip
