@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lazysched.runtime.flat import flat_views
-from lazysched.runtime.saved import Packing, Saved
+from lazysched.runtime.saved import Graph, Kept, Packing, Saved
 from lazysched.runtime.skeleton import replace_with_placeholders
 from lazysched.schemas import Stage
 
@@ -52,14 +52,14 @@ class BlockTemplate:
         """
         if not keep:
             with torch.no_grad():
-                return self.run(hidden, arguments), Saved(input=hidden, input_shape=hidden.shape)
+                return self.run(hidden, arguments), Saved(Kept(hidden), hidden.shape)
         leaf = hidden.detach().requires_grad_()
-        saved = Saved(input=hidden, input_shape=hidden.shape, leaf=leaf)
-        packing = Packing(saved, self._weights, hidden, self._constants)
+        kept = Kept(hidden)
+        packing = Packing(kept, self._weights, hidden, self._constants)
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(packing.pack, packing.unpack):
             output = self.run(leaf, arguments)
-        saved.edge = (torch.autograd.graph.get_gradient_edge(output), packing)
-        return output.detach(), saved
+        graph = Graph(torch.autograd.graph.get_gradient_edge(output), leaf, packing)
+        return output.detach(), Saved(kept, hidden.shape, graph)
 
     def backward(
         self, saved: Saved, arguments: dict[str, Any], output_grad: torch.Tensor
@@ -71,18 +71,16 @@ class BlockTemplate:
             arguments: as in the forward.
             output_grad: [rows, tokens, hidden].
         """
-        if saved.edge is not None:
-            edge, packing = saved.edge
-            packing.bind(self._weights)
-            saved.edge = None
-            leaf = saved.leaf
+        if saved.graph is not None:
+            saved.graph.packing.bind(self._weights)
+            output, leaf = saved.graph.output, saved.graph.leaf
+            saved.graph = None
         else:
-            assert saved.input is not None
-            leaf = saved.input.detach().requires_grad_()
+            assert saved.kept.input is not None
+            leaf = saved.kept.input.detach().requires_grad_()
             with torch.enable_grad():
-                edge = self.run(leaf, arguments)
-        assert leaf is not None
-        grads = torch.autograd.grad([edge], [leaf, *self.params], [output_grad], materialize_grads=True)
+                output = self.run(leaf, arguments)
+        grads = torch.autograd.grad([output], [leaf, *self.params], [output_grad], materialize_grads=True)
         return grads[0], list(grads[1:])
 
 

@@ -33,6 +33,11 @@ class StepResult:
         return float(self._scale[index])
 
     @property
+    def is_running(self) -> bool:
+        """Whether reading a number may have to wait."""
+        return isinstance(self._done, torch.cuda.Event)
+
+    @property
     def loss(self) -> float:
         """Mean loss over the step's trained tokens."""
         return self._value(2)

@@ -87,10 +87,13 @@ class TrainingLoop:
         for step in range(self._schedule.num_steps):
             batch = self._batch_of(step)
             result = self._executor.step(batch, self._schedule.rate(step))
-            # Reading a step's numbers waits for it, so the next one is launched first.
+            # Reading the numbers of a step that runs waits for it, so the next one is launched first.
             if waiting is not None:
                 self._read(*waiting)
             waiting = (step, batch, result)
+            if not result.is_running:
+                self._read(*waiting)
+                waiting = None
         if waiting is not None:
             self._read(*waiting)
         self._executor.drain()

@@ -57,6 +57,31 @@ def device_memory(device: torch.device) -> tuple[int, int]:
     return total_bytes, free_bytes
 
 
+def context_bytes(device: torch.device) -> int:
+    """GPU memory in use that torch's allocator does not hold: the driver's context, and other processes."""
+    free_bytes, total_bytes = torch.cuda.mem_get_info(device)
+    return total_bytes - free_bytes - torch.cuda.memory_reserved(device)
+
+
+def configure_allocator(device: torch.device, budget_bytes: int | None = None) -> None:
+    """Let torch's allocator grow its segments in place, which keeps fragmentation low, and hold it to a budget.
+
+    Args:
+        device: nothing happens unless it is a CUDA device.
+        budget_bytes: most bytes that this process may take on the GPU, the driver's context included.
+    """
+    if device.type != "cuda":
+        return
+    if hasattr(torch._C, "_accelerator_setAllocatorSettings"):  # torch 2.11 moved it here
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+    else:
+        torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+    if budget_bytes is not None:
+        total_bytes = torch.cuda.mem_get_info(device)[1]
+        share = (budget_bytes - context_bytes(device)) / total_bytes
+        torch.cuda.set_per_process_memory_fraction(min(1.0, max(share, 0.0)), device)
+
+
 def rss_bytes() -> int:
     """Bytes of physical memory that this process holds now."""
     return int(psutil.Process().memory_info().rss)
@@ -138,25 +163,3 @@ def _cache_bytes(group: Path, files: _GroupFiles) -> int:
     lines = stat.read_text(encoding="utf-8").splitlines() if stat.is_file() else []
     counters = dict(line.split() for line in lines)
     return sum(int(counters.get(name, 0)) for name in files.cache)
-
-
-def context_bytes(device: torch.device) -> int:
-    """GPU memory in use that torch's allocator does not hold: the driver's context, and other processes."""
-    free_bytes, total_bytes = torch.cuda.mem_get_info(device)
-    return total_bytes - free_bytes - torch.cuda.memory_reserved(device)
-
-
-def configure_allocator(device: torch.device, budget_bytes: int | None = None) -> None:
-    """Let torch's allocator grow its segments in place, which keeps fragmentation low, and hold it to a budget.
-
-    Args:
-        device: nothing happens unless it is a CUDA device.
-        budget_bytes: most bytes that this process may take on the GPU, the driver's context included.
-    """
-    if device.type != "cuda":
-        return
-    torch.cuda.memory._set_allocator_settings("expandable_segments:True")
-    if budget_bytes is not None:
-        total_bytes = torch.cuda.mem_get_info(device)[1]
-        share = (budget_bytes - context_bytes(device)) / total_bytes
-        torch.cuda.set_per_process_memory_fraction(min(1.0, max(share, 0.0)), device)

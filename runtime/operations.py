@@ -143,22 +143,22 @@ class Operations:
         """Keep what the forward saved, and let go what the plan sends to the host."""
         self._check_saved(stage, saved)
         choice, leaving = self._plan.stages[stage.id], []
-        assert saved.input is not None
+        assert saved.kept.input is not None
         if choice.input_tier == "host":
-            leaving.append(storage_bytes(saved.input))
+            leaving.append(storage_bytes(saved.kept.input))
             saved.drop_input()
         if "host" in choice.saved_tiers.values():
-            leaving += saved.storages
-            saved.storages = []
+            leaving += saved.kept.storages
+            saved.kept.storages = []
         if leaving:
             self._outgoing[_only(op.writes, "gpu/outgoing/")] = leaving
         self._saved[stage.id, m] = saved
 
     def _check_saved(self, stage: Stage, saved: Saved) -> None:
         planned = self._layout.variants[stage.id].saved_bytes
-        if saved.intermediate_bytes != planned:
+        if saved.kept.intermediate_bytes != planned:
             raise RunError(
-                f"{stage.id}: its forward saves {saved.intermediate_bytes} bytes, the plan expects {planned}; "
+                f"{stage.id}: its forward saves {saved.kept.intermediate_bytes} bytes, the plan expects {planned}; "
                 f"profile and solve again on this machine"
             )
 
@@ -214,11 +214,11 @@ class Operations:
         slot, offset = self._buffers[fetched[0]], 0
         if choice.input_tier == "host":
             size = math.prod(saved.input_shape) * self._layout.element_bytes
-            saved.input = slot[:size].view(self._model.dtype).view(saved.input_shape)
+            saved.kept.input = slot[:size].view(self._model.dtype).view(saved.input_shape)
             offset = aligned(size)
         if "host" in choice.saved_tiers.values():
-            for size in saved.sizes:
-                saved.storages.append(slot[offset : offset + size])
+            for size in saved.kept.sizes:
+                saved.kept.storages.append(slot[offset : offset + size])
                 offset += aligned(size)
         return saved
 

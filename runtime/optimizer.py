@@ -107,10 +107,13 @@ class AdamWFp32:
         on_cpu = not self._tensors[0][0][0].is_cuda
         if on_cpu and bool(scale.skip):
             return
+        clips = not on_cpu or float(scale.factor) != 1.0  # a device's factor is not read: that would wait for it
         scratch = torch.empty(self._scratch_size, dtype=torch.float32, device=self._tensors[0][0][0].device)
         for flats, weight_decay in self._tensors:
             for weight, grad, master, first, second in zip(*(flat.split(self._chunk) for flat in flats), strict=True):
-                exact = scratch[: grad.numel()].copy_(grad).mul_(scale.factor)
+                exact = scratch[: grad.numel()].copy_(grad)
+                if clips:
+                    exact.mul_(scale.factor)
                 self._adamw(master, exact, first, second, scale, weight_decay)
                 if self.has_master:
                     weight.copy_(master)

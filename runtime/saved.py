@@ -32,30 +32,18 @@ class _Handle:
 
 
 @dataclass
-class Saved:
+class Kept:
     """Tensors kept by one forward of one block.
 
     Attributes:
-        storages: what is kept beside the input, one uint8 tensor per storage; emptied once it has left.
-        sizes: bytes of each storage.
         input: the block's input [rows, tokens, hidden]; None once it has left.
-        input_shape: its shape, which stays.
-        edge: the output's place in the autograd graph; None when the block is recomputed.
-        leaf: the graph's own input, whose gradient is asked for.
+        storages: what is kept beside it, one uint8 tensor per storage; emptied once it has left.
+        sizes: bytes of each storage.
     """
 
+    input: torch.Tensor | None
     storages: list[torch.Tensor] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
-    input: torch.Tensor | None = None
-    input_shape: tuple[int, ...] = ()
-    edge: Any = None
-    leaf: torch.Tensor | None = None
-
-    def drop_input(self) -> None:
-        """Let the input go; the graph keeps only its shape."""
-        self.input = None
-        if self.leaf is not None:
-            self.leaf.data = torch.empty(0, dtype=self.leaf.dtype, device=self.leaf.device)
 
     @property
     def intermediate_bytes(self) -> int:
@@ -63,15 +51,53 @@ class Saved:
         return sum(aligned(size) for size in self.sizes)
 
 
+@dataclass
+class Saved:
+    """What a forward leaves for its backward.
+
+    Attributes:
+        kept: its tensors.
+        input_shape: of the block's input, which stays when the input has left.
+        graph: of a forward that need not run again; None when the block is recomputed.
+    """
+
+    kept: Kept
+    input_shape: tuple[int, ...]
+    graph: Graph | None = None
+
+    def drop_input(self) -> None:
+        """Let the input go; the graph keeps only its shape."""
+        self.kept.input = None
+        if self.graph is not None:
+            leaf = self.graph.leaf
+            leaf.data = torch.empty(0, dtype=leaf.dtype, device=leaf.device)
+
+
+@dataclass
+class Graph:
+    """Autograd's graph of one forward.
+
+    Attributes:
+        output: the output's place in it.
+        leaf: its own input, whose gradient is asked for.
+        packing: its hooks. They must not lead back here: autograd holds them, and Python's garbage collector does not
+            see through autograd.
+    """
+
+    output: Any
+    leaf: torch.Tensor
+    packing: Packing
+
+
 class Packing:
     """The saved-tensor hooks of one forward."""
 
     def __init__(
-        self, saved: Saved, weights: torch.Tensor, block_input: torch.Tensor, constants: Collection[int]
+        self, kept: Kept, weights: torch.Tensor, block_input: torch.Tensor, constants: Collection[int]
     ) -> None:
         assert block_input.is_contiguous()
         assert block_input.storage_offset() == 0
-        self.saved = saved
+        self._kept = kept
         self._weights = weights
         self._weights_ptr = weights.untyped_storage().data_ptr()
         self._input_ptr = block_input.untyped_storage().data_ptr()
@@ -92,9 +118,9 @@ class Packing:
         if pointer == self._input_ptr:
             return _Handle.of(tensor, "input")
         if pointer not in self._index:
-            self._index[pointer] = len(self.saved.storages)
-            self.saved.storages.append(storage_bytes(tensor))
-            self.saved.sizes.append(tensor.untyped_storage().nbytes())
+            self._index[pointer] = len(self._kept.storages)
+            self._kept.storages.append(storage_bytes(tensor))
+            self._kept.sizes.append(tensor.untyped_storage().nbytes())
         return _Handle.of(tensor, self._index[pointer])
 
     def unpack(self, packed: torch.Tensor | _Handle) -> torch.Tensor:
@@ -104,10 +130,10 @@ class Packing:
         if packed.storage == "weights":
             return view_bytes(self._weights, packed.strided)
         if packed.storage == "input":
-            assert self.saved.input is not None
-            return view_bytes(self.saved.input, packed.strided)
+            assert self._kept.input is not None
+            return view_bytes(self._kept.input, packed.strided)
         assert isinstance(packed.storage, int)
-        return view_bytes(self.saved.storages[packed.storage], packed.strided)
+        return view_bytes(self._kept.storages[packed.storage], packed.strided)
 
 
 def storage_bytes(tensor: torch.Tensor) -> torch.Tensor:

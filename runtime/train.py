@@ -93,7 +93,7 @@ def train(
         lr_scheduler_type: what follows the warm-up.
         warmup_ratio: share of the run that warms up.
         weight_decay: of matrices; biases and norms do not decay.
-        max_grad_norm: global norm to clip to; None takes the plan's.
+        max_grad_norm: global norm to clip to, 0 gives clipping up; None takes the plan's.
         adam_beta1: decay of the first moment.
         adam_beta2: decay of the second moment.
         adam_epsilon: added to the root of the second moment.
@@ -113,7 +113,7 @@ def train(
     inputs = _read_inputs(plan, model, data, eval_data, init)
     _compare_hardware(plan, target, console)
     settings = AdamWSettings(adam_beta1, adam_beta2, adam_epsilon, weight_decay)
-    clip_norm = plan.update.clip_norm if max_grad_norm is None else max_grad_norm
+    clip_norm = plan.update.clip_norm if max_grad_norm is None else (max_grad_norm or None)
     batches = data_module.Batches(inputs.train, plan.batch_size, plan.seq_len, seed, inputs.pad_id)
     num_steps = batches.num_steps(num_train_epochs) if max_steps is None else max_steps
     schedule = LearningRateSchedule(learning_rate, lr_scheduler_type, num_steps, warmup_ratio)
@@ -148,12 +148,14 @@ def _check_numbers(
         "num_train_epochs": not (math.isfinite(epochs) and epochs > 0),
         "learning_rate": not (math.isfinite(learning_rate) and learning_rate >= 0),
         "warmup_ratio": not 0 <= warmup_ratio <= 1,
-        "max_grad_norm": max_grad_norm is not None and not max_grad_norm > 0,
+        "max_grad_norm": max_grad_norm is not None and not max_grad_norm >= 0,
         "logging_steps": logging < 1,
     }
     values = dict(zip(wrong, (max_steps, epochs, learning_rate, warmup_ratio, max_grad_norm, logging), strict=True))
     for name in (name for name, is_wrong in wrong.items() if is_wrong):
-        allowed = {"warmup_ratio": "between 0 and 1", "learning_rate": "0 or more"}.get(name, "above 0")
+        allowed = {"warmup_ratio": "between 0 and 1", "learning_rate": "0 or more", "max_grad_norm": "0 or more"}.get(
+            name, "above 0"
+        )
         raise UsageError(f"{name}: {values[name]} is out of range; give a number {allowed}")
 
 

@@ -39,7 +39,7 @@ def variants_of(model: Model, micro_batch: int, seq_len: int) -> dict[str, SaveV
         template.bind(weights, stage)
         _, saved = template.forward(hidden, model.arguments(stage), keep=True)
         input_bytes = aligned(hidden.numel() * hidden.element_size())
-        variants |= variants_for(stage.structure, input_bytes, saved.intermediate_bytes)
+        variants |= variants_for(stage.structure, input_bytes, saved.kept.intermediate_bytes)
     return variants
 
 

@@ -1,0 +1,177 @@
+"""One training step of a model shape under a memory budget: profile, solve, train on random tokens, compare.
+
+    python benchmarks/step.py --case 3b_32x1k_20gb
+    python benchmarks/step.py --device cpu --smoke
+
+One case per process. Weights and tokens are random; update and exact clipping are in the step. Medians of the steps
+after warm-up. Model TFLOP/s = (6 * parameters * tokens + 3 * blocks * 2 * tokens * seq * hidden) / time: recomputation
+is not counted, the head is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rows import make_row, save_rows
+
+from lazysched.profiles.measure import profile
+from lazysched.runtime import machine
+from lazysched.runtime.batch import Batch
+from lazysched.runtime.optimizer import AdamWSettings
+from lazysched.runtime.session import Session
+from lazysched.runtime.sources import resolve_model
+from lazysched.schemas import Plan, Profile
+from lazysched.solver import solve
+from lazysched.solver.report import print_solution
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "3b": {
+        "hidden_size": 2048, "num_hidden_layers": 36, "num_attention_heads": 16, "num_key_value_heads": 2,
+        "intermediate_size": 11008, "vocab_size": 151936, "tie_word_embeddings": True,
+    },
+    "smoke": {
+        "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "intermediate_size": 128, "vocab_size": 512, "tie_word_embeddings": True,
+    },
+}  # fmt: skip
+WARM_UP_STEPS = 2
+
+
+@dataclass(frozen=True)
+class Case:
+    """A shape, a batch and budgets; None is all there is."""
+
+    name: str
+    shape: str
+    batch_size: int
+    seq_len: int
+    gpu_bytes: int | None
+    micro_batches: tuple[int, ...]
+    num_steps: int = 8
+
+
+CASES = [
+    Case("3b_32x1k_20gb", "3b", 32, 1024, 20 * 10**9, (4, 8, 16)),
+    Case("3b_32x1k", "3b", 32, 1024, None, (8, 16)),
+    Case("smoke", "smoke", 4, 32, None, (1, 2), num_steps=4),
+]
+
+
+def main() -> None:
+    """Run one case and save its rows."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--case", choices=[case.name for case in CASES], default="3b_32x1k_20gb")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--smoke", action="store_true", help="the smallest case, nothing is saved")
+    parser.add_argument("--host-memory-gb", type=float, default=None)
+    parser.add_argument("--stream-weights", action="store_true", help="stream every block whatever the plan says")
+    parser.add_argument("--save-profile", type=Path, default=None)
+    parser.add_argument("--results", type=Path, default=None, help="folder of step.json")
+    arguments = parser.parse_args()
+    case = next(case for case in CASES if case.name == ("smoke" if arguments.smoke else arguments.case))
+    rows = run(case, arguments)
+    print(json.dumps({row["metric"]: row["value"] for row in rows}, indent=1))
+    if not arguments.smoke:
+        folder = {} if arguments.results is None else {"folder": arguments.results}
+        print("wrote", save_rows("step", rows, **folder))
+
+
+def run(case: Case, arguments: argparse.Namespace) -> list[dict[str, object]]:
+    """Profile, solve, train; the rows of the case."""
+    device = torch.device(arguments.device)
+    with tempfile.TemporaryDirectory() as folder:
+        config_path = Path(folder) / "config.json"
+        settings = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", **SHAPES[case.shape]}
+        config_path.write_text(json.dumps(settings))
+        started_s = time.perf_counter()
+        measured = profile(
+            str(config_path), device=arguments.device, seq_len=case.seq_len, micro_batches=case.micro_batches
+        )
+        profile_s = time.perf_counter() - started_s
+        config = resolve_model(str(config_path)).config
+    if arguments.save_profile is not None:
+        measured.save(arguments.save_profile)
+    host_bytes = None if arguments.host_memory_gb is None else round(arguments.host_memory_gb * 1e9)
+    solution = solve(
+        measured, batch_size=case.batch_size, gpu_memory_bytes=case.gpu_bytes, host_memory_bytes=host_bytes
+    )
+    print_solution(solution, measured, Console(width=120))
+    figures = measure(case, solution.plan, config, measured, device)
+    figures["profile_s"] = (profile_s, "s")
+    return [make_row(case.name, metric, value, unit, measured.hardware_id) for metric, (value, unit) in figures.items()]
+
+
+def measure(
+    case: Case, plan: Plan, config: Any, measured: Profile, device: torch.device
+) -> dict[str, tuple[float | None, str]]:
+    """Train some steps as the plan says; metric -> (value, unit)."""
+    on_gpu = device.type == "cuda"
+    if on_gpu:
+        torch.cuda.empty_cache()
+    machine.configure_allocator(device, plan.budget_bytes.get("gpu"))
+    limit = machine.host_memory()[1]
+    with Session(plan, config, device, settings=AdamWSettings(), max_grad_norm=1.0, host_limit_bytes=limit) as session:
+        session.initialise(seed=0)
+        if on_gpu:
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+        times_s = list(step_times(session, case, config.vocab_size))
+        reserved = torch.cuda.max_memory_reserved() + machine.context_bytes(device) if on_gpu else None
+    step_s, tokens = statistics.median(times_s[WARM_UP_STEPS:]), case.batch_size * case.seq_len
+    assert plan.predicted is not None
+    return {
+        "step_s": (step_s, "s"),
+        "predicted_step_s": (plan.predicted.step_s, "s"),
+        "tokens_per_s": (tokens / step_s, "1/s"),
+        "model_tflops": (model_flops(case, measured) / step_s / 1e12, "TFLOP/s"),
+        "peak_gpu_bytes": (reserved, "bytes"),
+        "predicted_peak_gpu_bytes": (plan.predicted.peak_bytes["gpu"], "bytes"),
+        "gpu_budget_bytes": (case.gpu_bytes, "bytes"),
+        "slowest_step_s": (max(times_s[WARM_UP_STEPS:]), "s"),
+    }
+
+
+def step_times(session: Session, case: Case, vocabulary: int) -> Iterator[float]:
+    """Seconds from the end of one step's backward to the next one's."""
+    previous = None
+    last_s = time.perf_counter()
+    for step in range(case.num_steps + 1):
+        result = session.executor.step(random_batch(case, vocabulary, step), 1e-5)
+        if previous is not None:
+            print(f"step {step - 1}: loss {previous.loss:.4f} norm {previous.grad_norm:.3f}", flush=True)
+            now_s = time.perf_counter()
+            yield now_s - last_s
+            last_s = now_s
+        previous = result
+    session.executor.drain()
+
+
+def random_batch(case: Case, vocabulary: int, seed: int) -> Batch:
+    """Full rows of random tokens, all trained but the last of each."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, vocabulary, (case.batch_size, case.seq_len), generator=generator)
+    targets = torch.roll(ids, -1, dims=1)
+    targets[:, -1] = -100
+    return Batch(ids, targets, int((targets != -100).sum()))
+
+
+def model_flops(case: Case, measured: Profile) -> float:
+    """Floating-point operations of one step, recomputation not counted."""
+    shape, tokens = SHAPES[case.shape], case.batch_size * case.seq_len
+    params = sum(stage.num_params for stage in measured.stages)
+    attention = 3 * shape["num_hidden_layers"] * 2 * tokens * case.seq_len * shape["hidden_size"]
+    return float(6 * params * tokens + attention)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,229 @@
+"""The command line: ``lazysched profile | solve | train | quickstart``.
+
+Nothing here computes. Each command reads its files first, so that a wrong one is refused at once, and imports what
+it runs only then: ``--help`` and ``solve`` never load torch.
+
+Exit codes: 0 done, 1 the run failed, 2 wrong usage, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+from rich.console import Console
+from typer.exceptions import TyperException
+
+from lazysched.errors import LazyschedError, UsageError
+from lazysched.schemas import Plan, Profile
+from lazysched.units import parse_bytes
+
+INTERRUPTED = 130
+
+app = typer.Typer(
+    name="lazysched",
+    help="Full fine-tuning of a language model on one GPU whose memory is too small for it.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,  # markup would swallow the [defaults] in the help texts
+    pretty_exceptions_enable=False,
+    # Half of the tools in this field spell flags with underscores; both are taken.
+    context_settings={"token_normalize_func": lambda token: token.replace("_", "-")},
+)
+
+DeviceName = Literal["auto", "cuda", "cpu"]
+DeviceOption = Annotated[DeviceName, typer.Option(help="What computes; auto takes the GPU if there is one.")]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code; a known error becomes one line on stderr.
+
+    Args:
+        argv: arguments without the program's name; null takes those of the process.
+    """
+    try:
+        code = app(args=argv, prog_name="lazysched", standalone_mode=False)
+    except LazyschedError as error:
+        return _report(str(error), error.exit_code)
+    except TyperException as error:
+        return _report(f"{error.format_message()}; see --help of the command", error.exit_code)
+    # typer turns Ctrl-C into the code 130, or into Abort where it asked something.
+    except typer.Abort:
+        code = INTERRUPTED
+    if code == INTERRUPTED:
+        return _report("interrupted", INTERRUPTED)
+    return code if isinstance(code, int) else 0
+
+
+def entry_point() -> None:
+    """The installed program ``lazysched``."""
+    sys.exit(main())
+
+
+def _report(message: str, exit_code: int) -> int:
+    """Show ``message`` on one line, whatever whitespace it holds."""
+    print(f"error: {' '.join(message.split())}", file=sys.stderr)
+    return exit_code
+
+
+def _show_version(requested: bool) -> None:
+    if requested:
+        from importlib.metadata import version
+
+        print(f"lazysched {version('lazysched')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Options before the command."""
+
+
+@app.command()
+def profile(
+    model: Annotated[str, typer.Argument(help="Hugging Face folder or hub name, GGUF file, or a config.json alone.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Profile to write, JSON or YAML.")],
+    device: DeviceOption = "auto",
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16"], typer.Option(help="Type of weights and activations while computing.")
+    ] = "auto",
+    seq_len: Annotated[int, typer.Option(min=1, help="Tokens of one row.")] = 1024,
+    micro_batch: Annotated[
+        list[int] | None, typer.Option(min=1, help="Rows that go through at once; repeat it for more sizes. [1 2 4]")
+    ] = None,
+    storage: Annotated[Path | None, typer.Option(help="Folder whose file speed to measure.")] = None,
+) -> None:
+    """Measure what this machine does with MODEL."""
+    _require_folder_of(output)
+    from lazysched.profiles.measure import profile as measure
+
+    measured = measure(
+        model,
+        device=_explicit(device),
+        dtype=_explicit(dtype),
+        seq_len=seq_len,
+        micro_batches=micro_batch or [1, 2, 4],
+        storage_dir=None if storage is None else str(storage),
+    )
+    measured.save(output)
+    Console().print(f"wrote {output}", highlight=False)
+
+
+@app.command()
+def solve(
+    profile_file: Annotated[Path, typer.Argument(metavar="PROFILE", help="What `lazysched profile` wrote.")],
+    batch_size: Annotated[int, typer.Option(min=1, help="Rows of one step.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Plan to write.")],
+    gpu_memory: Annotated[str | None, typer.Option(help="Most GPU memory, as 24GB. [what was free]")] = None,
+    host_memory: Annotated[str | None, typer.Option(help="Most host memory, as 100GB. [what was free]")] = None,
+    nvme: Annotated[str, typer.Option(help="Most bytes of files, as 500GB.")] = "0",
+    max_grad_norm: Annotated[float, typer.Option(min=0, help="Gradient norm to clip to; 0 gives clipping up.")] = 1.0,
+    time_limit: Annotated[float, typer.Option(min=0, help="Seconds after which the best plan so far is taken.")] = 30.0,
+    gap: Annotated[float, typer.Option(min=0, help="Distance to the bound that counts as optimal.")] = 0.01,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the solver.")] = 0,
+) -> None:
+    """Find the fastest plan that fits the memory."""
+    _require_folder_of(output)
+    measured = Profile.load(profile_file)
+    gpu_memory_bytes = None if gpu_memory is None else parse_bytes(gpu_memory, "--gpu-memory")
+    host_memory_bytes = None if host_memory is None else parse_bytes(host_memory, "--host-memory")
+    nvme_bytes = parse_bytes(nvme, "--nvme")
+    from lazysched.solver import solve as find_plan
+    from lazysched.solver.report import print_solution
+
+    solution = find_plan(
+        measured,
+        batch_size=batch_size,
+        gpu_memory_bytes=gpu_memory_bytes,
+        host_memory_bytes=host_memory_bytes,
+        nvme_bytes=nvme_bytes,
+        max_grad_norm=max_grad_norm or None,
+        time_limit_s=time_limit,
+        gap=gap,
+        seed=seed,
+    )
+    console = Console()
+    print_solution(solution, measured, console)
+    solution.plan.save(output)
+    console.print(f"wrote {output}", highlight=False)
+
+
+@app.command()
+def train(
+    plan: Annotated[Path, typer.Option(help="What `lazysched solve` wrote.")],
+    model: Annotated[str, typer.Option(help="The model that was profiled.")],
+    data: Annotated[str, typer.Option(help="JSON or JSONL file.")],
+    output_dir: Annotated[str, typer.Option(help="Folder for the trained model.")],
+    eval_data: Annotated[str | None, typer.Option(help="Held-out rows; loss before and after.")] = None,
+    init: Annotated[Literal["pretrained", "random"], typer.Option(help="Where the weights start.")] = "pretrained",
+    device: DeviceOption = "auto",
+    max_steps: Annotated[int | None, typer.Option(min=1, help="Steps; overrides the epochs.")] = None,
+    num_train_epochs: Annotated[float, typer.Option(min=0, help="Passes over the data.")] = 1.0,
+    learning_rate: Annotated[float, typer.Option(min=0)] = 2e-5,
+    lr_scheduler_type: Annotated[Literal["linear", "cosine", "constant"], typer.Option()] = "linear",
+    warmup_ratio: Annotated[float, typer.Option(min=0, max=1, help="Share of the steps that warm up.")] = 0.0,
+    weight_decay: Annotated[float, typer.Option(min=0)] = 0.0,
+    max_grad_norm: Annotated[float | None, typer.Option(min=0, help="Norm to clip to. [the plan's]")] = None,
+    adam_beta1: Annotated[float, typer.Option(min=0, max=1)] = 0.9,
+    adam_beta2: Annotated[float, typer.Option(min=0, max=1)] = 0.999,
+    adam_epsilon: Annotated[float, typer.Option(min=0)] = 1e-8,
+    seed: Annotated[int, typer.Option(min=0)] = 42,
+    logging_steps: Annotated[int, typer.Option(min=1, help="Steps between two lines of the log.")] = 1,
+) -> None:
+    """Train MODEL as the plan says and write a Hugging Face folder."""
+    schedule = Plan.load(plan)
+    from lazysched.runtime.train import train as run
+
+    run(
+        schedule,
+        model=model,
+        data=data,
+        output_dir=output_dir,
+        eval_data=eval_data,
+        init=init,
+        device=_explicit(device),
+        max_steps=max_steps,
+        num_train_epochs=num_train_epochs,
+        learning_rate=learning_rate,
+        lr_scheduler_type=lr_scheduler_type,
+        warmup_ratio=warmup_ratio,
+        weight_decay=weight_decay,
+        max_grad_norm=max_grad_norm,
+        adam_beta1=adam_beta1,
+        adam_beta2=adam_beta2,
+        adam_epsilon=adam_epsilon,
+        seed=seed,
+        logging_steps=logging_steps,
+        console=Console(),
+    )
+
+
+@app.command()
+def quickstart(
+    output_dir: Annotated[Path, typer.Option(help="Folder for data, profile, plan and model.")] = Path("quickstart"),
+    device: DeviceOption = "auto",
+) -> None:
+    """Profile, solve and train a small real model on generated word problems, in about two minutes."""
+    from lazysched.quickstart import run_quickstart
+
+    run_quickstart(output_dir, device=_explicit(device), console=Console())
+
+
+def _explicit(choice: str) -> str | None:
+    """``choice``, or null where the called function decides."""
+    return None if choice == "auto" else choice
+
+
+def _require_folder_of(output: Path) -> None:
+    """Refuse an output that could not be written before the work is done, not after it."""
+    if not output.parent.is_dir():
+        raise UsageError(f"--output: {output}: the folder {output.parent} does not exist; make it first")
+    if output.is_dir():
+        raise UsageError(f"--output: {output} is a folder; name a file")

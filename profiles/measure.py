@@ -1,0 +1,205 @@
+"""``profile``: measure one model on one machine, by running what training runs."""
+
+from __future__ import annotations
+
+import gc
+import os
+import platform
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, cast, get_args
+
+import torch
+import transformers
+from transformers import PretrainedConfig
+
+from lazysched.errors import RunError, UsageError
+from lazysched.profiles.clock import cpu_threads
+from lazysched.profiles.files import check_folder, measure_storage
+from lazysched.profiles.links import measure_copies
+from lazysched.profiles.stages import StageMeasurements, measure_stages
+from lazysched.profiles.updates import measure_updates
+from lazysched.runtime.machine import configure_allocator, context_bytes, device_memory, hardware_id, host_memory
+from lazysched.runtime.model import Model
+from lazysched.runtime.sources import resolve_model
+from lazysched.schemas import Dtype, Profile, SaveVariant, Stage, Tier
+
+_SHARED_MEMORY = "tiers gpu and host are the same memory here: each is given half of it"
+
+
+@dataclass(frozen=True)
+class _Settings:
+    """What to measure, checked."""
+
+    device: torch.device
+    dtype: Dtype
+    seq_len: int
+    micro_batches: tuple[int, ...]
+    chunk_tokens: int
+    folder: Path | None
+    repeats: int | None
+
+
+def profile(
+    model: str,
+    *,
+    device: str | None = None,
+    dtype: str | None = None,
+    seq_len: int = 1024,
+    micro_batches: Sequence[int] = (1, 2, 4, 8),
+    storage_dir: str | None = None,
+    loss_chunk_tokens: int = 1024,
+    repeats: int | None = None,
+) -> Profile:
+    """Measure what ``model`` takes on this machine; its weights are never read, random ones stand in for them.
+
+    Args:
+        model: a Hugging Face folder, a config.json, a GGUF file or a hub name.
+        device: ``cuda`` or ``cpu``; None takes a GPU where there is one.
+        dtype: of weights and activations, ``bfloat16`` or ``float32``; None takes bfloat16 on a GPU, else float32.
+        seq_len: tokens of a row.
+        micro_batches: numbers of rows to measure; those that do not fit the GPU are left out with a note.
+        storage_dir: an existing folder whose disk is measured as tier ``nvme``.
+        loss_chunk_tokens: tokens whose logits exist at once in the head.
+        repeats: timed repeats of each figure; None chooses by the time one takes.
+
+    Raises:
+        UsageError: an argument is wrong, or the model is not found or not supported.
+        RunError: no micro-batch fits, or host memory or storage does not suffice.
+    """
+    settings = _checked(device, dtype, seq_len, micro_batches, storage_dir, loss_chunk_tokens, repeats)
+    config = resolve_model(model).config
+    configure_allocator(settings.device)
+    return _Profiling(config, settings).run()
+
+
+class _Profiling:
+    """Gathers the figures of one profile; stages first, while nothing else holds memory."""
+
+    def __init__(self, config: PretrainedConfig, settings: _Settings) -> None:
+        self.config, self.settings, self.device = config, settings, settings.device
+        self.notes = _versions(settings.device)
+        self.model_id, self.stages = "", list[Stage]()
+        self.variants: dict[str, dict[int, list[SaveVariant]]] = {}
+        self.fragmentation, self.peak_bytes = 0.0, 0
+
+    def run(self) -> Profile:
+        settings, device = self.settings, self.device
+        identity = hardware_id(device)
+        total_bytes, free_bytes = self._memory()
+        self._measure_micro_batches()
+        host_limit_bytes = host_memory()[1]
+        blocks = [stage for stage in self.stages if stage.is_block]
+        update = measure_updates(blocks, getattr(torch, settings.dtype), device, host_limit_bytes, settings.repeats)
+        links = measure_copies(device, host_limit_bytes, settings.repeats)
+        storage = measure_storage(settings.folder, settings.repeats)
+        links |= storage.links
+        if storage.note:
+            self.notes["nvme"] = storage.note
+        return Profile(
+            hardware_id=identity, model_id=self.model_id, device=_device_type(device), compute_dtype=settings.dtype,
+            seq_len=settings.seq_len, loss_chunk_tokens=settings.chunk_tokens, stages=self.stages,
+            variants=self.variants, links=links, update=update,
+            total_bytes=total_bytes | {"nvme": storage.total_bytes},
+            free_bytes=free_bytes | {"nvme": storage.free_bytes},
+            context_bytes=_context_bytes(device), fragmentation=self.fragmentation, notes=self.notes,
+        )  # fmt: skip
+
+    def _memory(self) -> tuple[dict[Tier, int | None], dict[Tier, int | None]]:
+        """Total and free bytes of GPU and host, before anything was measured."""
+        host_total_bytes, host_free_bytes = host_memory()
+        if self.device.type == "cuda":
+            gpu_total_bytes, gpu_free_bytes = device_memory(self.device)
+        else:
+            self.notes["memory"] = _SHARED_MEMORY
+            gpu_total_bytes = gpu_free_bytes = host_free_bytes // 2
+            host_total_bytes, host_free_bytes = host_total_bytes - gpu_total_bytes, host_free_bytes // 2
+        return (
+            {"gpu": gpu_total_bytes, "host": host_total_bytes},
+            {"gpu": gpu_free_bytes, "host": host_free_bytes},
+        )
+
+    def _measure_micro_batches(self) -> None:
+        for micro_batch in self.settings.micro_batches:
+            measured = self._measure_stages(micro_batch)
+            _free_memory(self.device)
+            if measured is None:
+                self.notes[f"micro_batch.{micro_batch}"] = "left out: its stages do not fit the GPU's memory"
+                continue
+            for structure, variants in measured.variants.items():
+                self.variants.setdefault(structure, {})[micro_batch] = variants
+            if measured.peak_bytes > self.peak_bytes:
+                self.fragmentation, self.peak_bytes = measured.fragmentation, measured.peak_bytes
+        if not self.variants:
+            raise RunError(
+                f"micro_batches: {list(self.settings.micro_batches)} rows of {self.settings.seq_len} tokens do not "
+                f"fit the GPU's memory; use a smaller --micro-batch or --seq-len"
+            )
+
+    def _measure_stages(self, micro_batch: int) -> StageMeasurements | None:
+        """Figures of one micro-batch, None where the GPU is too small for it."""
+        settings = self.settings
+        try:
+            model = Model(self.config, settings.dtype, self.device, micro_batch=micro_batch, seq_len=settings.seq_len)
+            self.model_id, self.stages = model.model_id, model.stages
+            return measure_stages(model, micro_batch, settings.seq_len, settings.chunk_tokens, settings.repeats)
+        except torch.OutOfMemoryError:
+            return None
+
+
+def _free_memory(device: torch.device) -> None:
+    """Let go what the last model bound: modules refer to each other in circles, so it takes a collection."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _checked(
+    device: str | None, dtype: str | None, seq_len: int, micro_batches: Sequence[int], storage_dir: str | None,
+    chunk_tokens: int, repeats: int | None,
+) -> _Settings:  # fmt: skip
+    if device not in {None, "cuda", "cpu"}:
+        raise UsageError(f"device: {device!r} is not known; use cuda or cpu")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise UsageError("device: 'cuda' is not available to this torch; use --device cpu")
+    chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    default = "bfloat16" if chosen.type == "cuda" else "float32"
+    if not micro_batches:
+        raise UsageError("micro_batches: none given; name at least one number of rows")
+    numbers = {"seq_len": seq_len, "loss_chunk_tokens": chunk_tokens, "micro_batches": min(micro_batches)}
+    for field, value in (numbers | ({} if repeats is None else {"repeats": repeats})).items():
+        if value < 1:
+            raise UsageError(f"{field}: {value} is not positive; use 1 or more")
+    rows = tuple(sorted(set(micro_batches)))
+    return _Settings(chosen, _dtype(dtype or default), seq_len, rows, chunk_tokens, check_folder(storage_dir), repeats)
+
+
+def _dtype(name: str) -> Dtype:
+    if name not in get_args(Dtype):
+        raise UsageError(f"dtype: {name!r} is not known; use {' or '.join(get_args(Dtype))}")
+    return cast(Dtype, name)
+
+
+def _context_bytes(device: torch.device) -> int:
+    """GPU bytes outside torch's allocator, and what libraries keep inside it once everything else is freed.
+
+    What other processes hold on the GPU counts too: the driver tells only the sum.
+    """
+    if device.type != "cuda":
+        return 0
+    torch.cuda.synchronize(device)
+    _free_memory(device)
+    return context_bytes(device) + torch.cuda.memory_allocated(device)
+
+
+def _device_type(device: torch.device) -> Literal["cuda", "cpu"]:
+    return "cuda" if device.type == "cuda" else "cpu"
+
+
+def _versions(device: torch.device) -> dict[str, str]:
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
+    return {
+        "torch": torch.__version__, "transformers": transformers.__version__, "python": platform.python_version(),
+        "device": name, "threads": f"{cpu_threads(device)} of {len(os.sched_getaffinity(0))} cores",
+    }  # fmt: skip

@@ -1,0 +1,224 @@
+"""Times and bytes of a stage's forward and backward, run through the same calls that the executor makes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from lazysched.layout import MASTER_BYTES
+from lazysched.profiles.clock import num_repeats, stopwatch, synchronize, timing, wall_s
+from lazysched.profiles.live_bytes import memory_meter
+from lazysched.profiles.random_data import random_normal, random_tokens, random_weights
+from lazysched.runtime.blocks import add_gradients
+from lazysched.runtime.ends import Gradients
+from lazysched.runtime.flat import aligned, flat_views
+from lazysched.runtime.model import Model
+from lazysched.runtime.saved import Saved
+from lazysched.schemas import SaveVariant, Stage
+
+OUTPUT_GRAD_SCALE = 1e-3
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A forward and the backward that uses up what it kept.
+
+    Attributes:
+        forward: returns what the backward needs.
+        backward: takes that; its result lives on, as the gradient of the stage's input does.
+        kept_bytes: of what the forward leaves behind: its output and what it saved.
+    """
+
+    forward: Callable[[], Any]
+    backward: Callable[[Any], Any]
+    kept_bytes: Callable[[Any], int]
+
+
+@dataclass(frozen=True)
+class StageMeasurements:
+    """What one micro-batch of a model was measured to do.
+
+    Attributes:
+        variants: structure -> its variants.
+        fragmentation: reserved over allocated GPU bytes, minus 1, in the block run that took most; 0 on a CPU.
+        peak_bytes: allocated GPU bytes of that run.
+    """
+
+    variants: dict[str, list[SaveVariant]]
+    fragmentation: float
+    peak_bytes: int
+
+
+def measure_stages(model: Model, micro_batch: int, seq_len: int, chunk_tokens: int, repeats: int | None) -> (
+    StageMeasurements
+):  # fmt: skip
+    """Measure one stage of every structure of ``model``.
+
+    Args:
+        model: built for ``micro_batch`` rows of ``seq_len`` tokens.
+        micro_batch: rows that go through a stage at once.
+        seq_len: tokens of a row.
+        chunk_tokens: tokens whose logits exist at once in the head.
+        repeats: timed repeats of each figure; None chooses by the time one takes.
+
+    Raises:
+        torch.OutOfMemoryError: the GPU is too small for this micro-batch.
+    """
+    return _Measuring(model, micro_batch, seq_len, chunk_tokens, repeats).run()
+
+
+class _Measuring:
+    def __init__(self, model: Model, micro_batch: int, seq_len: int, chunk_tokens: int, repeats: int | None) -> None:
+        self.model, self.device = model, model.device
+        self.chunk_tokens, self.repeats = chunk_tokens, repeats
+        self.rows = (micro_batch, seq_len)
+        self.vocabulary = next(iter(model.stages[0].params.values()))[0]
+        self.fragmentation, self.peak_bytes = 0.0, 0
+
+    def run(self) -> StageMeasurements:
+        embed, head = self.model.stages[0], self.model.stages[-1]
+        hidden_shape, embed_pass = self._embed_pass(embed)
+        variants = {embed.structure: [self._variant("all", {}, embed_pass)]}
+        for stage in self._representatives():
+            variants[stage.structure] = [self._block_variant(stage, hidden_shape, keep) for keep in (True, False)]
+        variants[head.structure] = [self._variant("all", {}, self._head_pass(embed, head, hidden_shape))]
+        return StageMeasurements(variants, self.fragmentation, self.peak_bytes)
+
+    def _representatives(self) -> Iterator[Stage]:
+        """The first block of each structure."""
+        first = {stage.structure: stage for stage in reversed(self.model.stages) if stage.is_block}
+        return (stage for stage in self.model.stages if first.get(stage.structure) is stage)
+
+    # ---- what runs
+
+    def _embed_pass(self, stage: Stage) -> tuple[torch.Size, Pass]:
+        ends, calls = self.model.ends, self.model.calls
+        weights = random_weights(stage, self.model.dtype, self.device)
+        accumulator = self._accumulator(stage)
+        ids = random_tokens(self.rows, self.vocabulary, self.device)
+
+        def forward() -> tuple[torch.Tensor, Any]:
+            ends.bind_embed(weights, stage)
+            return ends.embed(calls, ids)
+
+        hidden, _ = forward()
+        output_grad = random_normal(hidden.shape, self.model.dtype, self.device, OUTPUT_GRAD_SCALE)
+
+        def backward(kept: tuple[torch.Tensor, Any]) -> None:
+            grads = ends.embed_backward(kept[1], output_grad)
+            add_gradients(self._views(accumulator, stage), grads, first=False)
+
+        return hidden.shape, Pass(forward, backward, lambda kept: kept[0].nbytes)
+
+    def _block_variant(self, stage: Stage, hidden_shape: torch.Size, keep: bool) -> SaveVariant:
+        self._begin_run()
+        template, arguments = self.model.templates[stage.structure], self.model.arguments(stage)
+        weights = random_weights(stage, self.model.dtype, self.device)
+        accumulator = self._accumulator(stage)
+        hidden = random_normal(hidden_shape, self.model.dtype, self.device)
+        output_grad = random_normal(hidden_shape, self.model.dtype, self.device, OUTPUT_GRAD_SCALE)
+
+        def forward() -> tuple[torch.Tensor, Saved]:
+            template.bind(weights, stage)
+            return template.forward(hidden, arguments, keep)
+
+        def backward(kept: tuple[torch.Tensor, Saved]) -> torch.Tensor:
+            template.bind(weights, stage)
+            hidden_grad, grads = template.backward(kept[1], arguments, output_grad)
+            add_gradients(self._views(accumulator, stage), grads, first=False)
+            return hidden_grad
+
+        saved = {"input": aligned(hidden.nbytes)}
+        if keep:
+            saved["intermediates"] = forward()[1].kept.intermediate_bytes
+        block_pass = Pass(forward, backward, lambda kept: kept[0].nbytes + sum(kept[1].kept.sizes))
+        variant = self._variant("all" if keep else "input", saved, block_pass)
+        self._end_run()
+        return variant
+
+    def _head_pass(self, embed: Stage, head: Stage, hidden_shape: torch.Size) -> Pass:
+        ends = self.model.ends
+        weights = random_weights(head, self.model.dtype, self.device)
+        own = self._views(self._accumulator(head), head)
+        num_norm = len(ends.norm_params)
+        output, shared = own[num_norm:], None
+        if head.shares is not None:
+            shared = random_weights(embed, self.model.dtype, self.device)
+            output = self._views(self._accumulator(embed), embed)
+        hidden = random_normal(hidden_shape, self.model.dtype, self.device)
+        targets = random_tokens(self.rows, self.vocabulary, self.device)
+        scale = 1.0 / targets.numel()
+
+        def bind() -> None:
+            ends.bind_head(weights, head)
+            if shared is not None:
+                ends.bind_shared(shared, embed)
+
+        def forward() -> torch.Tensor:
+            bind()
+            return ends.loss(hidden, targets, scale, self.chunk_tokens)
+
+        def backward(_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            bind()
+            sums = Gradients(own[:num_norm], output, fresh=False)
+            return ends.loss_and_gradient(hidden, targets, scale, self.chunk_tokens, sums)
+
+        return Pass(forward, backward, lambda loss: loss.nbytes)
+
+    def _accumulator(self, stage: Stage) -> torch.Tensor:
+        """An fp32 accumulator of ``stage`` in which there is a gradient already."""
+        elements = stage.weight_bytes // self.model.dtype.itemsize
+        assert torch.float32.itemsize == MASTER_BYTES
+        return random_normal((elements,), torch.float32, self.device, OUTPUT_GRAD_SCALE)
+
+    def _views(self, flat: torch.Tensor, stage: Stage) -> list[torch.Tensor]:
+        return list(flat_views(flat, stage, self.model.dtype.itemsize).values())
+
+    # ---- measuring
+
+    def _variant(self, name: str, saved: dict[str, int], stage_pass: Pass) -> SaveVariant:
+        if self.device.type == "cuda":
+            stage_pass.backward(stage_pass.forward())  # libraries take their workspaces now, outside the figures
+        working_bytes: list[int] = []
+        once_s = wall_s(lambda: working_bytes.extend(_working_bytes(stage_pass, self.device)), self.device)
+        forward, backward = stopwatch(self.device), stopwatch(self.device)
+        for _ in range(num_repeats(once_s, self.repeats)):
+            kept = forward.lap(stage_pass.forward)
+            backward.lap(partial(stage_pass.backward, kept))
+            del kept
+        return SaveVariant(
+            name=name, saved=saved, forward=timing(forward.durations_s()), backward=timing(backward.durations_s()),
+            working_forward_bytes=working_bytes[0], working_backward_bytes=working_bytes[1],
+        )  # fmt: skip
+
+    def _begin_run(self) -> None:
+        if self.device.type == "cuda":
+            synchronize(self.device)
+            torch.cuda.empty_cache()
+
+    def _end_run(self) -> None:
+        """Note how much more the allocator reserves than it gave out; the peaks are those since working bytes."""
+        if self.device.type != "cuda":
+            return
+        allocated_bytes = torch.cuda.max_memory_allocated(self.device)
+        if allocated_bytes > self.peak_bytes:
+            self.peak_bytes = allocated_bytes
+            self.fragmentation = max(0.0, torch.cuda.max_memory_reserved(self.device) / allocated_bytes - 1)
+
+
+def _working_bytes(stage_pass: Pass, device: torch.device) -> tuple[int, int]:
+    """Most bytes while the forward runs beyond what it keeps, and while the backward runs beyond what was there."""
+    with memory_meter(device) as meter:
+        before_bytes = meter.live_bytes()
+        meter.reset_peak()
+        kept = stage_pass.forward()
+        forward_bytes = meter.peak_bytes() - before_bytes - stage_pass.kept_bytes(kept)
+        before_bytes = meter.live_bytes()
+        meter.reset_peak()
+        stage_pass.backward(kept)
+        backward_bytes = meter.peak_bytes() - before_bytes
+    return max(0, forward_bytes), max(0, backward_bytes)

@@ -1,0 +1,195 @@
+"""Bad input: one line that says what to do, the right exit code, nothing left behind."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from lazysched.cli import main
+from tests.end_to_end.tiny_folder import make_data, make_model
+
+
+@dataclass(frozen=True)
+class Files:
+    """A model with its profile and plan, and data that fit."""
+
+    model: Path
+    profile: Path
+    plan: Path
+    data: Path
+    output: Path
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Files:
+    folder = tmp_path_factory.mktemp("prepared")
+    files = Files(
+        folder / "model", folder / "profile.json", folder / "plan.json", folder / "data.jsonl", folder / "out"
+    )
+    make_model(files.model)
+    make_data(files.data)
+    profile = ["profile", str(files.model), "--device", "cpu", "--seq-len", "24", "--micro-batch", "2"]
+    assert main([*profile, "-o", str(files.profile)]) == 0
+    assert main(["solve", str(files.profile), "--batch-size", "4", "-o", str(files.plan)]) == 0
+    return files
+
+
+@pytest.fixture
+def files(prepared: Files, tmp_path: Path) -> Files:
+    """Copies that a test may spoil."""
+    model = tmp_path / "model"
+    model.mkdir()
+    for path in prepared.model.iterdir():
+        (model / path.name).write_bytes(path.read_bytes())
+    copies = Files(model, tmp_path / "profile.json", tmp_path / "plan.json", tmp_path / "data.jsonl", tmp_path / "out")
+    for source, target in [
+        (prepared.profile, copies.profile),
+        (prepared.plan, copies.plan),
+        (prepared.data, copies.data),
+    ]:
+        target.write_bytes(source.read_bytes())
+    return copies
+
+
+def train(files: Files, *extra: str) -> int:
+    return main(
+        ["train", "--plan", str(files.plan), "--model", str(files.model), "--data", str(files.data), "--output-dir",
+         str(files.output), "--device", "cpu", "--max-steps", "4", *extra]
+    )  # fmt: skip
+
+
+def edit(path: Path, change: Callable[[dict], None]) -> None:
+    document = json.loads(path.read_text())
+    change(document)
+    path.write_text(json.dumps(document))
+
+
+def one_line(capsys: pytest.CaptureFixture[str]) -> str:
+    """What stands on stderr: exactly one line, no traceback."""
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert len(lines) == 1, lines
+    assert lines[0].startswith("error: ")
+    return lines[0]
+
+
+def test_the_prepared_input_trains(files: Files) -> None:
+    assert train(files) == 0
+    assert (files.output / "model.safetensors").is_file()
+
+
+def test_missing_data(files: Files, capsys: pytest.CaptureFixture[str]) -> None:
+    files.data.unlink()
+    assert train(files) == 2
+    assert "data.jsonl" in one_line(capsys)
+
+
+def test_truncated_safetensors(files: Files, capsys: pytest.CaptureFixture[str]) -> None:
+    weights = files.model / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[: weights.stat().st_size // 2])
+    assert train(files) == 2
+    assert "truncated or damaged" in one_line(capsys)
+    assert not files.output.exists()
+
+
+def test_plan_for_another_model(files: Files, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for path in files.model.iterdir():
+        path.unlink()
+    make_model(files.model, hidden_size=48)
+    assert train(files) == 2
+    assert "solve for this model" in one_line(capsys)
+    assert not files.output.exists()
+
+
+def test_plan_for_other_hardware_warns_and_trains(files: Files, capsys: pytest.CaptureFixture[str]) -> None:
+    edit(files.plan, lambda plan: plan.update(hardware_id="some-other-machine"))
+    assert train(files) == 0
+    assert "solved for some-other-machine" in " ".join(capsys.readouterr().out.split())
+
+
+def test_plan_with_an_unknown_key(files: Files, capsys: pytest.CaptureFixture[str]) -> None:
+    edit(files.plan, lambda plan: plan["stages"]["block.0"].update(wieghts="gpu"))
+    assert train(files) == 2
+    assert "stages.block.0.wieghts: unknown key" in one_line(capsys)
+
+
+def test_plan_whose_saved_bytes_are_wrong(files: Files, capsys: pytest.CaptureFixture[str]) -> None:
+    def spoil(plan: dict) -> None:
+        for choice in plan["stages"].values():
+            if choice["save"] == "all" and choice["saved_tiers"]:
+                choice.update(saved_tiers={"intermediates": "gpu"})
+        for variant in plan["variants"].values():
+            if "intermediates" in variant["saved"]:
+                variant["saved"]["intermediates"] += 256
+
+    edit(files.plan, spoil)
+    assert train(files) == 1
+    assert "profile and solve again" in one_line(capsys)
+    assert not files.output.exists()
+
+
+@pytest.mark.parametrize("text", ["", "[]"])
+def test_empty_dataset(files: Files, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    files.data.write_text(text)
+    assert train(files) == 2
+    assert "data.jsonl" in one_line(capsys)
+
+
+def test_all_labels_masked(files: Files, capsys: pytest.CaptureFixture[str]) -> None:
+    long_question = " ".join(["what"] * 40)
+    files.data.write_text(json.dumps({"question": long_question, "answer": "one"}) + "\n")
+    assert train(files) == 2
+    assert "all labels are masked" in one_line(capsys)
+
+
+def test_batch_that_cannot_fit(files: Files, capsys: pytest.CaptureFixture[str]) -> None:
+    files.plan.unlink()
+    command = ["solve", str(files.profile), "--batch-size", "4", "--gpu-memory", "100KB", "-o", str(files.plan)]
+    assert main(command) == 1
+    message = one_line(capsys)
+    assert "gpu" in message.lower()
+    assert "more" in message
+    assert not files.plan.exists()
+
+
+def test_batch_size_that_no_micro_batch_divides(files: Files, capsys: pytest.CaptureFixture[str]) -> None:
+    files.plan.unlink()
+    assert main(["solve", str(files.profile), "--batch-size", "3", "-o", str(files.plan)]) == 2
+    assert "3" in one_line(capsys)
+    assert not files.plan.exists()
+
+
+def test_weights_that_are_not_finite_stop_the_run(files: Files, capsys: pytest.CaptureFixture[str]) -> None:
+    path = files.model / "model.safetensors"
+    tensors = load_file(path)
+    tensors["model.norm.weight"] = torch.full_like(tensors["model.norm.weight"], float("nan"))
+    save_file(tensors, path, metadata={"format": "pt"})
+    assert train(files) == 1
+    assert "3 steps in a row" in one_line(capsys)
+    assert not files.output.exists()
+
+
+def test_an_output_folder_with_other_files_is_left_alone(files: Files, capsys: pytest.CaptureFixture[str]) -> None:
+    files.output.mkdir()
+    (files.output / "thesis.txt").write_text("years of work")
+    assert train(files) == 2
+    assert "thesis.txt" in one_line(capsys)
+    assert (files.output / "thesis.txt").read_text() == "years of work"
+
+
+@pytest.mark.parametrize(
+    ("flags", "word"),
+    [
+        (["--learning-rate", "nan"], "learning_rate"),
+        (["--warmup-ratio", "1.5"], "warmup-ratio"),
+        (["--num-train-epochs", "0", "--max-steps", "1"], "num_train_epochs"),
+    ],
+)
+def test_numbers_out_of_range(files: Files, flags: list[str], word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train(files, *flags) == 2
+    assert word in one_line(capsys)

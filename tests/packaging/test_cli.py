@@ -1,0 +1,180 @@
+"""The command line: what it refuses, what it calls, how it ends."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from lazysched.cli import main
+from lazysched.errors import InfeasibleError, RunError
+from lazysched.schemas import Plan, Profile
+
+ROOT = Path(__file__).resolve().parents[2]
+
+PROFILE = Profile(
+    hardware_id="any", model_id="tiny", device="cpu", compute_dtype="float32", seq_len=8, loss_chunk_tokens=8,
+    stages=[], variants={}, links={}, update={}, total_bytes={}, free_bytes={},
+)  # fmt: skip
+PLAN = Plan(
+    model_id="tiny", hardware_id="any", compute_dtype="float32", batch_size=2, seq_len=8, micro_batch=2,
+    accumulation=1, loss_chunk_tokens=8, stages={}, variants={}, budget_bytes={},
+)  # fmt: skip
+TRAIN = ["train", "--model", "m", "--data", "d.jsonl", "--output-dir", "out"]
+
+
+class Calls(dict[str, Any]):
+    """Stands in for a computing function: keeps what it was called with."""
+
+    def __init__(self, result: object = None, error: BaseException | None = None) -> None:
+        super().__init__()
+        self.result, self.error, self.positional = result, error, ()
+
+    def __call__(self, *positional: Any, **keywords: Any) -> object:
+        self.positional = positional
+        self.update(keywords)
+        if self.error is not None:
+            raise self.error
+        return self.result
+
+
+class Solution:
+    """What the command reads of a solution."""
+
+    plan = PLAN
+
+
+def replace_module(monkeypatch: pytest.MonkeyPatch, name: str, **content: object) -> None:
+    """Put a module that holds ``content`` in the place of the real one."""
+    module = ModuleType(name)
+    module.__dict__.update(content)
+    monkeypatch.setitem(sys.modules, name, module)
+
+
+@pytest.fixture
+def in_tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    PROFILE.save("profile.json")
+    PLAN.save("plan.json")
+    return tmp_path
+
+
+def refused(capsys: pytest.CaptureFixture[str], arguments: list[str], exit_code: int = 2) -> str:
+    """The one line on stderr of a command that is refused."""
+    assert main(arguments) == exit_code
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    (line,) = captured.err.splitlines()
+    assert line.startswith("error: ")
+    return line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["solve", "absent.json", "--batch-size", "2", "-o", "p.json"], "absent.json: no such file"),
+        (["solve", "profile.json", "-o", "p.json"], "--batch-size"),
+        (["solve", "profile.json", "--batch-size", "0", "-o", "p.json"], "--batch-size"),
+        (["solve", "profile.json", "--batch-size", "2", "--nvme", "lots", "-o", "p.json"], "--nvme: 'lots'"),
+        (["solve", "profile.json", "--batch-size", "2", "-o", "absent/p.json"], "folder absent does not exist"),
+        (["profile", "model", "-o", "."], "is a folder"),
+        ([*TRAIN, "--plan", "absent.json"], "absent.json: no such file"),
+        ([*TRAIN, "--plan", "plan.json", "--lr-scheduler-type", "step"], "--lr-scheduler-type"),
+        (["dance"], "dance"),
+    ],
+)  # fmt: skip
+def test_wrong_usage_is_one_line_and_exit_code_2(
+    in_tmp: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], named: str
+) -> None:
+    before = sorted(in_tmp.iterdir())
+    assert named in refused(capsys, arguments)
+    assert sorted(in_tmp.iterdir()) == before
+
+
+def test_an_unknown_key_of_a_plan_is_named(in_tmp: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = (in_tmp / "plan.json").read_text(encoding="utf-8")
+    (in_tmp / "edited.json").write_text(text.replace('"micro_batch"', '"microbatch"'), encoding="utf-8")
+    assert "edited.json: micro" in refused(capsys, [*TRAIN, "--plan", "edited.json"])
+
+
+@pytest.mark.parametrize(
+    ("error", "exit_code", "line"),
+    [
+        (RunError("disk full:\n  free some space"), 1, "error: disk full: free some space"),
+        (InfeasibleError("gpu: 3 GB short"), 1, "error: gpu: 3 GB short"),
+        (KeyboardInterrupt(), 130, "error: interrupted"),
+    ],
+)
+def test_a_failed_run_is_one_line(
+    in_tmp: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    error: BaseException,
+    exit_code: int,
+    line: str,
+) -> None:
+    replace_module(monkeypatch, "lazysched.runtime.train", train=Calls(error=error))
+    assert refused(capsys, [*TRAIN, "--plan", "plan.json"], exit_code) == line
+
+
+def test_our_own_bugs_keep_their_traceback(in_tmp: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    replace_module(monkeypatch, "lazysched.runtime.train", train=Calls(error=AssertionError("broken invariant")))
+    with pytest.raises(AssertionError, match="broken invariant"):
+        main([*TRAIN, "--plan", "plan.json"])
+
+
+@pytest.mark.parametrize("spelling", ["--gpu-memory", "--gpu_memory"])
+def test_solve_passes_bytes_and_writes_the_plan(in_tmp: Path, monkeypatch: pytest.MonkeyPatch, spelling: str) -> None:
+    find_plan, show = Calls(Solution), Calls()
+    replace_module(monkeypatch, "lazysched.solver", solve=find_plan)
+    replace_module(monkeypatch, "lazysched.solver.report", print_solution=show)
+    assert main(["solve", "profile.json", "--batch-size", "2", spelling, "24GB", "-o", "new.json"]) == 0
+    assert find_plan.positional == (PROFILE,)
+    assert find_plan == {
+        "batch_size": 2, "gpu_memory_bytes": 24 * 10**9, "host_memory_bytes": None, "nvme_bytes": 0,
+        "max_grad_norm": 1.0, "time_limit_s": 30.0, "gap": 0.01, "seed": 0,
+    }  # fmt: skip
+    assert show.positional[:2] == (Solution, PROFILE)
+    assert Plan.load("new.json") == PLAN
+
+
+def test_norm_zero_gives_clipping_up(in_tmp: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    find_plan = Calls(Solution)
+    replace_module(monkeypatch, "lazysched.solver", solve=find_plan)
+    replace_module(monkeypatch, "lazysched.solver.report", print_solution=Calls())
+    assert main(["solve", "profile.json", "--batch-size", "2", "--max-grad-norm", "0", "-o", "new.json"]) == 0
+    assert find_plan["max_grad_norm"] is None
+
+
+def test_profile_passes_every_micro_batch_and_writes(in_tmp: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    measure = Calls(PROFILE)
+    replace_module(monkeypatch, "lazysched.profiles.measure", profile=measure)
+    assert (
+        main(["profile", "model", "--micro-batch", "2", "--micro-batch", "8", "--device", "cpu", "-o", "new.yaml"]) == 0
+    )
+    assert measure.positional == ("model",)
+    assert measure == {
+        "device": "cpu", "dtype": None, "seq_len": 1024, "micro_batches": [2, 8], "storage_dir": None,
+    }  # fmt: skip
+    assert Profile.load("new.yaml") == PROFILE
+
+
+def test_train_passes_the_plan_and_its_flags(in_tmp: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Calls()
+    replace_module(monkeypatch, "lazysched.runtime.train", train=run)
+    assert main([*TRAIN, "--plan", "plan.json", "--max-steps", "3", "--learning_rate", "1e-4"]) == 0
+    assert run.positional == (PLAN,)
+    assert (run["max_steps"], run["learning_rate"], run["device"], run["max_grad_norm"]) == (3, 1e-4, None, None)
+
+
+def test_the_program_ends_with_the_exit_code(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "lazysched", "solve", "absent.json", "--batch-size", "2", "-o", "plan.json"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr == "error: absent.json: no such file; check the path\n"

@@ -1,0 +1,62 @@
+"""What may be loaded by what: each case is a process of its own, far from the checkout."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+REPORT = "import sys; print(*sorted({name.partition('.')[0] for name in sys.modules}))"
+
+
+def _loaded(tmp_path: Path, code: str) -> set[str]:
+    """Top-level modules that a fresh interpreter holds after ``code``."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", f"{code}\n{REPORT}"]
+    result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    return set(result.stdout.splitlines()[-1].split())
+
+
+def _import_all(room: str) -> str:
+    """Code that imports every module of a room's folder."""
+    files = sorted((ROOT / room).rglob("*.py"))
+    names = [".".join(("lazysched", *file.relative_to(ROOT).with_suffix("").parts)) for file in files]
+    return "\n".join(f"import {name.removesuffix('.__init__')}" for name in names)
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import lazysched",
+        "from lazysched import Plan, Profile, Program",
+        "import lazysched.cli; assert lazysched.cli.main(['--help']) == 0",
+        "import lazysched.cli; assert lazysched.cli.main(['train', '--help']) == 0",
+        "import lazysched.cli; assert lazysched.cli.main(['train', '--plan=p', '--model=m', '--data=d', "
+        "'--output-dir=o']) == 2",
+    ],
+)
+def test_light_entries_load_nothing_heavy(tmp_path: Path, code: str) -> None:
+    assert not _loaded(tmp_path, code) & {"torch", "transformers", "pulp", "reasoning_gym"}
+
+
+def test_the_solver_never_loads_torch(tmp_path: Path) -> None:
+    assert not _loaded(tmp_path, _import_all("solver")) & {"torch", "transformers"}
+
+
+@pytest.mark.parametrize("room", ["runtime", "profiles"])
+def test_runtime_and_profiles_never_load_the_solver(tmp_path: Path, room: str) -> None:
+    assert not _loaded(tmp_path, _import_all(room)) & {"pulp", "highspy"}
+
+
+def test_the_three_steps_are_functions(tmp_path: Path) -> None:
+    code = "import lazysched; assert all(callable(getattr(lazysched, n)) for n in ('profile', 'solve', 'train'))"
+    _loaded(tmp_path, code)
+
+
+def test_an_unknown_name_is_an_attribute_error(tmp_path: Path) -> None:
+    _loaded(tmp_path, "import lazysched; assert not hasattr(lazysched, 'optimise')")

@@ -1,0 +1,72 @@
+"""One block template: kept graphs survive a move of the weights, and leave no memory behind."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+
+from lazysched.runtime.blocks import BlockTemplate
+from lazysched.runtime.model import Model
+from lazysched.schemas import Stage
+from tests.runtime.tiny import CPU, SEQ_LEN, llama
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    return Model(llama(tied=False), "float32", CPU, micro_batch=2, seq_len=SEQ_LEN)
+
+
+def parts(model: Model) -> tuple[BlockTemplate, Stage, torch.Tensor, torch.Tensor]:
+    stage = model.stages[1]
+    generator = torch.Generator().manual_seed(0)
+    weights = torch.randn(stage.weight_bytes // 4, generator=generator) * 0.1
+    hidden = torch.randn(2, SEQ_LEN, 32, generator=generator)
+    return model.templates[stage.structure], stage, weights, hidden
+
+
+def test_the_backward_of_a_kept_graph_reads_the_weights_where_they_are_then(model: Model) -> None:
+    template, stage, weights, hidden = parts(model)
+    arguments, output_grad = model.arguments(stage), torch.ones_like(hidden)
+    template.bind(weights, stage)
+    _, recomputed = template.forward(hidden, arguments, keep=False)
+    expected = template.backward(recomputed, arguments, output_grad)
+    slot = weights.clone()
+    template.bind(slot, stage)
+    _, saved = template.forward(hidden, arguments, keep=True)
+    slot.fill_(float("nan"))  # another block's weights came in
+    template.bind(weights.clone(), stage)
+    hidden_grad, grads = template.backward(saved, arguments, output_grad)
+    assert torch.equal(hidden_grad, expected[0])
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(grads, expected[1], strict=True))
+
+
+def test_a_dropped_input_takes_its_memory_with_it(model: Model) -> None:
+    template, stage, weights, hidden = parts(model)
+    template.bind(weights, stage)
+    _, saved = template.forward(hidden, model.arguments(stage), keep=True)
+    storage = weakref.ref(hidden.untyped_storage())
+    again = hidden.clone()
+    saved.drop_input()
+    del hidden
+    assert storage() is None
+    saved.kept.input = again
+    hidden_grad, _ = template.backward(saved, model.arguments(stage), torch.ones_like(again))
+    assert hidden_grad.shape == again.shape
+
+
+def test_a_forward_without_its_backward_is_freed_without_the_garbage_collector(model: Model) -> None:
+    """Autograd holds the hooks; a way from them back to the graph would be a cycle that nobody can collect."""
+    template, stage, weights, hidden = parts(model)
+    template.bind(weights, stage)
+    gc.disable()
+    try:
+        _, saved = template.forward(hidden, model.arguments(stage), keep=True)
+        kept = [weakref.ref(storage) for storage in saved.kept.storages]
+        assert kept
+        del saved
+        assert all(reference() is None for reference in kept)
+    finally:
+        gc.enable()
