@@ -1,1 +1,7 @@
-"""Mixed-integer program, fixed recipes, simulator: from a profile to a plan. Never imports torch."""
+"""Solver: mixed-integer program, fixed recipes, simulator, explanation of infeasibility. Never imports torch."""
+
+from lazysched.solver.report import print_solution
+from lazysched.solver.simulate import Interval, Timeline, simulate
+from lazysched.solver.solve import Solution, Tried, solve
+
+__all__ = ["Interval", "Solution", "Timeline", "Tried", "print_solution", "simulate", "solve"]

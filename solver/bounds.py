@@ -21,7 +21,7 @@ from lazysched.solver.memory_rows import Budgets
 def count_bound_s(instance: Instance, budgets: Budgets, max_prefetch_depth: int) -> float:
     """No plan of this candidate has a shorter step; infinite if not even the memory at the turn can fit.
 
-    It also holds for the same candidate with a prefetch depth up to ``max_prefetch_depth``, which only needs more memory.
+    It also holds for the same candidate with a prefetch depth up to ``max_prefetch_depth``, which needs more memory.
     """
     problem = pulp.LpProblem("counts", pulp.LpMinimize)
     counts = _Counts(problem, instance)

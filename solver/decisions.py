@@ -8,14 +8,16 @@ Legend (letters of the event formulation; i is a block, o a save option, s a sta
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import Any, TypeAlias
 
 import pulp
 
 from lazysched.solver.instance import STATE_CHOICES, Instance, SaveOption, StageCosts, StateChoice, VocabularyOption
 from lazysched.solver.plans import Choices
 
-Expression = pulp.LpAffineExpression
+Expression: TypeAlias = Any
+"""A ``pulp.LpAffineExpression`` or a single variable; PuLP has no types."""
 
 
 class Decisions:
@@ -23,9 +25,7 @@ class Decisions:
 
     def __init__(self, problem: pulp.LpProblem, instance: Instance) -> None:
         self.instance = instance
-        self.x = [
-            [_binary(f"x_{i}_{o}") for o in range(len(options))] for i, options in enumerate(instance.saves)
-        ]
+        self.x = [[_binary(f"x_{i}_{o}") for o in range(len(options))] for i, options in enumerate(instance.saves)]
         self.y = [{s: _binary(f"y_{i}_{s}") for s in STATE_CHOICES} for i in range(instance.num_blocks)]
         self.v = [_binary(f"v_{k}") for k in range(len(instance.vocabulary_options))]
         for i in range(instance.num_blocks):
@@ -76,8 +76,8 @@ def _binary(name: str) -> pulp.LpVariable:
     return pulp.LpVariable(name, cat=pulp.LpBinary)
 
 
-def _weighted(terms: object) -> Expression:
-    return pulp.LpAffineExpression([(var, factor) for var, factor in terms if factor])  # type: ignore[attr-defined]
+def _weighted(terms: Iterable[tuple[pulp.LpVariable, float]]) -> Expression:
+    return pulp.LpAffineExpression([(var, factor) for var, factor in terms if factor])
 
 
 def _chosen(variable: pulp.LpVariable) -> bool:

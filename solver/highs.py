@@ -45,7 +45,7 @@ class Outcome:
 class _WarmHighs(pulp.HiGHS):
     """``pulp.HiGHS`` that starts from given values of some variables."""
 
-    start_values: Mapping[str, float] = {}  # noqa: RUF012 - replaced as a whole, never changed
+    start_values: Mapping[str, float] = {}
 
     def callSolver(self, lp: Any) -> None:
         if self.start_values:

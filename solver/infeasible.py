@@ -6,7 +6,6 @@ at a time, and all together. The answer is then taken from the plan itself, byte
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -22,8 +21,12 @@ from lazysched.solver.plans import Choices
 
 TIERS: tuple[Tier, ...] = ("gpu", "host")
 _FLAGS = {"gpu": "--gpu-memory", "host": "--host-memory"}
-_TIME_LIMIT_S = 5.0
-_GAP = 1e-3
+_TIME_LIMIT_S = 2.0
+_GAP = 5e-3
+_NUM_SOLVED = 2
+"""Instances whose elastic program is solved, by relaxed shortfall: the answer suffices, and is least within the gap."""
+_NUM_MICRO_BATCHES = 2
+"""Smallest micro-batches that are asked: larger ones only have larger working sets."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,7 @@ def closest(
         if relaxed.status == "optimal":
             ranked.append((relaxed.objective, index))
     best: Closest | None = None
-    for bound_gb, index in sorted(ranked):
+    for bound_gb, index in sorted(ranked)[:_NUM_SOLVED]:
         if best is not None and bound_gb >= best.missing_gb * (1 - _GAP):
             break
         problem, decisions = _elastic_program(instances[index], budgets(instances[index]), elastic)
@@ -56,33 +59,37 @@ def closest(
     return best
 
 
-def _elastic_program(
-    instance: Instance, budgets: Budgets, elastic: Sequence[Tier]
-) -> tuple[pulp.LpProblem, Decisions]:
+def _elastic_program(instance: Instance, budgets: Budgets, elastic: Sequence[Tier]) -> tuple[pulp.LpProblem, Decisions]:
     problem = pulp.LpProblem("elastic", pulp.LpMinimize)
     decisions = Decisions(problem, instance)
-    slack = {tier: pulp.LpVariable(f"slack_{tier}", 0) for tier in elastic}
+    slack: dict[str, pulp.LpVariable] = {tier: pulp.LpVariable(f"slack_{tier}", 0) for tier in elastic}
     add_memory_rows(problem, instance, decisions, budgets, slack)
     problem += pulp.lpSum(slack.values())
     return problem, decisions
 
 
 def memory_candidates(micro_batches: Mapping[int, int], limits: Mapping[int, Sequence[int]]) -> list[Candidate]:
-    """Candidates that differ in memory; a deeper prefetch only needs more. Arguments: micro-batch -> accumulation,
-    micro-batch -> sizes that may be sent to the host."""
+    """Candidates worth asking; a deeper prefetch only needs more.
+
+    Args:
+        micro_batches: micro-batch -> accumulation.
+        limits: micro-batch -> sizes that may be sent to the host.
+    """
     return [
         Candidate(micro_batch, accumulation, offload_limit_bytes=limit)
-        for micro_batch, accumulation in micro_batches.items()
+        for micro_batch, accumulation in sorted(micro_batches.items())[:_NUM_MICRO_BATCHES]
         for limit in limits[micro_batch]
     ]
 
 
-def explain(missing: Mapping[tuple[Tier, ...], Mapping[Tier, int]], budget_bytes: Mapping[Tier, int]) -> InfeasibleError:
+def explain(
+    missing: Mapping[tuple[Tier, ...], Mapping[Tier, int]], budget_bytes: Mapping[Tier, int]
+) -> InfeasibleError:
     """The error to raise.
 
     Args:
-        missing: tiers that were allowed to grow -> tier -> bytes that the closest plan then exceeds its budget by; absent
-            when growing those tiers cannot help.
+        missing: tiers that were allowed to grow -> tier -> bytes by which the closest plan then exceeds its budget;
+            absent when growing those tiers cannot help.
         budget_bytes: the budgets.
     """
     alone = {tier: missing[(tier,)][tier] for tier in TIERS if (tier,) in missing}

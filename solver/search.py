@@ -1,7 +1,7 @@
 """Local search over choices: quick, deterministic, and the start of the mixed-integer program.
 
-Steepest descent. Neighbours are all changes of one block's save option or state, all exchanges between two blocks, and a
-random sample of changes to two blocks at once, which is what trades memory of one block for time of another.
+Steepest descent. Neighbours are all changes of one block's save option or state, all exchanges between two blocks, and
+a random sample of changes to two blocks at once, which is what trades memory of one block for time of another.
 """
 
 from __future__ import annotations
@@ -83,12 +83,7 @@ def _single_changes(row: Ints, num_values: Ints) -> Ints:
 def _exchanges(row: Ints, kinds: list[int]) -> Ints:
     """Rows in which two places of one kind with different values are exchanged."""
     length = len(row)
-    pairs = [
-        (i, j)
-        for i in range(length)
-        for j in range(i + 1, length)
-        if row[i] != row[j] and kinds[i] == kinds[j]
-    ]
+    pairs = [(i, j) for i in range(length) for j in range(i + 1, length) if row[i] != row[j] and kinds[i] == kinds[j]]
     rows = np.tile(row, (len(pairs), 1))
     for k, (i, j) in enumerate(pairs):
         rows[k, [i, j]] = rows[k, [j, i]]

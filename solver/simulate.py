@@ -19,7 +19,7 @@ from typing import NamedTuple
 import pandas as pd
 
 from lazysched.errors import UsageError
-from lazysched.schemas import Curve, Engine, Op, Prediction, Profile, Program, SaveVariant, Tier
+from lazysched.schemas import Curve, Engine, Op, Prediction, Profile, Program, Rate, SaveVariant, Tier
 
 BUSY_SHARE = 0.01
 _LINK_ENGINES: tuple[Engine, ...] = ("h2d", "d2h", "nvme_read", "nvme_write", "collective")
@@ -137,12 +137,12 @@ class _Durations:
         return curve
 
     def _rate(self, processor: str, state_format: str) -> float:
-        formats: Mapping[str, object] = dict(self.profile.update)
-        if processor in formats:
-            rate = self.profile.update["cpu" if processor == "cpu" else "gpu"].get(state_format)
-            if rate is not None and rate.per_s is not None:
-                return rate.per_s
-        raise UsageError(f"profile: update.{processor}.{state_format}: not measured; profile again")
+        rates: Mapping[str, Mapping[str, Rate]] = {str(key): value for key, value in self.profile.update.items()}
+        rate = rates.get(processor, {}).get(state_format)
+        if rate is None or rate.per_s is None:
+            reason = "missing" if rate is None else rate.reason
+            raise UsageError(f"profile: update.{processor}.{state_format}: not measured ({reason}); profile again")
+        return rate.per_s
 
 
 class _Replay:

@@ -1,6 +1,6 @@
 """``solve``: from a profile to the fastest plan that fits.
 
-Micro-batch, prefetch depth and the size that a block may send to the host are searched outside the mixed-integer program:
+Micro-batch, prefetch depth and the size that a block may send to the host are searched outside the integer program:
 
 1. every combination gets a quick lower bound (``bounds``); recipes give the first incumbent;
 2. in order of that bound, a combination is relaxed, its relaxed solution rounded and improved (``search``), until the
@@ -182,7 +182,7 @@ class _Search:
         return compared
 
     def _bound_all(self) -> None:
-        """Bounds of all combinations; a deeper prefetch shares that of the shallow one, which it cannot beat by memory."""
+        """Quick bounds of all combinations; a deeper prefetch shares that of the shallow one."""
         for size, accumulation in self.accumulations.items():
             for limit in self.limits[size]:
                 shallow = Candidate(size, accumulation, PREFETCH_DEPTHS[0], offload_limit_bytes=limit)
@@ -194,22 +194,25 @@ class _Search:
     def _descend(self) -> None:
         """Relax, round and improve combination by combination, until the next bound cannot matter."""
         self.programs: dict[Candidate, PlacementProgram] = {}
+        self.improved: set[Candidate] = set()
         for candidate in sorted(self.bounds, key=lambda c: self.bounds[c]):
             if len(self.programs) == NUM_DESCENTS or self._remaining_s() <= 0 or not self._may_improve(candidate):
                 break
             self._relax(candidate)
+            if candidate in self.programs:
+                self._improve(candidate, self.programs[candidate].rounded())
 
     def _relax(self, candidate: Candidate) -> None:
-        """Bound a combination by its relaxed program; improve what rounding makes of it if the bound leaves room."""
+        """Bound a combination by its relaxed program, and keep that if the bound leaves room."""
         instance = self._instance(candidate)
         program = PlacementProgram(instance, self._budgets(instance))
         bound_s = program.lower_bound_s(self._remaining_s())
         self.bounds[candidate] = max(self.bounds[candidate], bound_s)
         if self._may_improve(candidate):
             self.programs[candidate] = program
-            self._improve(candidate, program.rounded())
 
     def _improve(self, candidate: Candidate, start: Choices) -> None:
+        self.improved.add(candidate)
         instance = self._instance(candidate)
         replay, budgets = WindowReplay(instance), self._budgets(instance)
         choices = improve(replay, budgets, start, seed=self.settings.seed, max_rounds=MAX_ROUNDS)
@@ -232,11 +235,13 @@ class _Search:
             if not open_:
                 break
             candidate = min(open_, key=lambda c: self.bounds[c])
-            if candidate in self.programs:
+            if candidate not in self.programs:
+                self._relax(candidate)
+            elif candidate not in self.improved:
+                self._improve(candidate, self.programs[candidate].rounded())
+            else:
                 self._solve_program(candidate, self.programs[candidate], until_s - self._elapsed_s())
                 solved.add(candidate)
-            else:
-                self._relax(candidate)
 
     def _solve_program(self, candidate: Candidate, program: PlacementProgram, time_limit_s: float) -> None:
         own = self.found.get(candidate)
@@ -253,9 +258,7 @@ class _Search:
 
     def _first_that_fits(self) -> None:
         """The last resort: any plan that fits at all, or the explanation why there is none."""
-        instances = [
-            self._instance(c) for c in infeasible.memory_candidates(self.accumulations, self.limits)
-        ]
+        instances = [self._instance(c) for c in infeasible.memory_candidates(self.accumulations, self.limits)]
         missing: dict[tuple[Tier, ...], dict[Tier, int]] = {}
         for elastic in (infeasible.TIERS, *((tier,) for tier in infeasible.TIERS)):
             nearest = infeasible.closest(instances, self._budgets, elastic, self.settings.seed)
@@ -368,4 +371,3 @@ def _accumulations(profile: Profile, batch_size: int) -> dict[int, int]:
             f"change it or profile with --micro-batch"
         )
     return result
-

@@ -1,14 +1,13 @@
 """Time and memory of many choices at once: a replay of the step window by window, vectorised over choices.
 
-It follows the order of ``time_rows`` (same letters) but replays it for given decisions, with slots handed on exactly, so
-that a search can afford thousands of evaluations. It ranks; the judge stays ``simulate`` on the lowered program.
+It follows the order of ``time_rows`` but replays it for given decisions, with slots handed on exactly, so that a search
+can afford thousands of evaluations. It ranks; the judge stays ``simulate`` on the lowered program.
 Arrays: N choices, L blocks; times in seconds, sizes in GB.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -181,7 +180,8 @@ class _Steps:
     def steady_step_s(self) -> Floats:
         """Distance between the ends of the last two steps."""
         ends: list[Floats] = [self._step() for _ in range(NUM_STEPS)]
-        return ends[-1] - ends[-2]
+        step_s: Floats = ends[-1] - ends[-2]
+        return step_s
 
     def _step(self) -> Floats:
         instance = self.replay.instance

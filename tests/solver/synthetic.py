@@ -1,7 +1,7 @@
 """Synthetic profiles after the shapes and figures of real machines, for any number of blocks. Nothing here is measured.
 
-``large_profile`` follows one Qwen2-like block on a fast GPU (H200-like) or a 24 GB card; ``tiny_profile`` has round numbers
-for cases worked out by hand and for brute force.
+``large_profile`` follows one Qwen2-like block on a fast GPU (H200-like) or a 24 GB card; ``tiny_profile`` has round
+numbers for cases worked out by hand and for brute force.
 """
 
 from __future__ import annotations
@@ -126,3 +126,42 @@ def _profile(
         free_bytes={"gpu": machine.gpu_bytes, "host": machine.host_bytes, "nvme": None},
         context_bytes=500_000_000 if dtype == "bfloat16" else 0, fragmentation=0.02 if dtype == "bfloat16" else 0.0,
     )  # fmt: skip
+
+
+def tiny_profile(
+    num_blocks: int = 2,
+    *,
+    micro_batches: Sequence[int] = (1,),
+    block_params: int = 1_000_000,
+    vocabulary_params: int = 1_000_000,
+    saved_bytes: int = 20_000_000,
+    tied: bool = False,
+    link_bytes_per_s: float = 1e9,
+    cpu_params_per_s: float = 100e6,
+) -> Profile:
+    """fp32: a block is 4 MB and takes 10 ms forward, 20 ms backward and 10 ms more when only its input (1 MB) is saved.
+
+    An upload of a block takes 4 ms, its CPU update 10 ms; everything scales with the micro-batch but weights.
+    """
+    machine = Machine("tiny", 1.0, link_bytes_per_s, 1e12, cpu_params_per_s, 1_000_000_000, 1_000_000_000)
+    stages = [_stage("embed", "embed", vocabulary_params, 4)]
+    stages += [_stage(f"block.{i}", "block", block_params, 4) for i in range(num_blocks)]
+    head = _stage("head", "head", 100 if tied else vocabulary_params, 4)
+    stages.append(head.model_copy(update={"shares": "embed"} if tied else {}))
+    variants: dict[str, dict[int, list[SaveVariant]]] = {"embed": {}, "block": {}, "head": {}}
+    for size in micro_batches:
+        common = {
+            "forward": timing(0.01 * size), "working_forward_bytes": 500_000 * size,
+            "working_backward_bytes": 2_000_000 * size,
+        }  # fmt: skip
+        saved = {"input": 1_000_000 * size}
+        variants["block"][size] = [
+            SaveVariant(
+                name="all", saved={**saved, "rest": saved_bytes * size}, backward=timing(0.02 * size), **common
+            ),
+            SaveVariant(name="input", saved=saved, backward=timing(0.03 * size), **common),
+        ]
+        variants["embed"][size] = [_end(0.001 * size, 0.001 * size, 100_000)]
+        variants["head"][size] = [_end(0.005 * size, 0.015 * size, 1_000_000)]
+    profile = _profile(machine, "float32", stages, variants, 16)
+    return profile.model_copy(update={"links": {**profile.links, "h2d": curve(link_bytes_per_s)}})

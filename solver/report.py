@@ -1,0 +1,99 @@
+"""Tables that show a solution to a person."""
+
+from __future__ import annotations
+
+from itertools import groupby
+
+from rich.console import Console
+from rich.table import Table
+
+from lazysched.schemas import Plan, Profile, StagePlan
+from lazysched.solver.recipes import Recipe
+from lazysched.solver.simulate import Timeline
+from lazysched.solver.solve import Solution
+from lazysched.units import format_bytes, format_seconds
+
+
+def print_solution(solution: Solution, profile: Profile, console: Console) -> None:
+    """Print the plan by runs of equal stages, its prediction, and the recipes beside it.
+
+    Args:
+        solution: what ``solve`` returned.
+        profile: the profile it was solved for.
+        console: where to print.
+    """
+    plan, timeline = solution.plan, solution.timeline
+    console.print(_stages_table(plan))
+    console.print(_prediction_table(plan, timeline))
+    console.print(_recipes_table(solution))
+    report = plan.solver
+    assert report is not None
+    console.print(
+        f"{report.status}: within {100 * report.gap:.1f} % of the lower bound {format_seconds(report.bound_s)}, "
+        f"{sum(t.step_s is not None for t in solution.tried)} of {len(solution.tried)} combinations searched "
+        f"in {format_seconds(report.time_s)}"
+        + ("; the profile holds estimates, measure before you trust the times" if profile.estimated else ""),
+        highlight=False,
+    )
+
+
+def _stages_table(plan: Plan) -> Table:
+    table = Table(title="Plan", title_justify="left")
+    for column in ("stages", "weights", "optimizer state", "saved for backward", "kept on"):
+        table.add_column(column)
+    for choice, run in groupby(plan.stages.items(), key=lambda item: _key(*item)):
+        names = [name for name, _ in run]
+        label = names[0] if len(names) == 1 else f"{names[0]} .. {names[-1].removeprefix('block.')} ({len(names)})"
+        table.add_row(label, *choice[1:])
+    return table
+
+
+def _key(name: str, choice: StagePlan) -> tuple[str, ...]:
+    """What is equal within a run of stages; only blocks form runs."""
+    kind = "block" if name.startswith("block.") else name
+    weights = "streamed" if choice.weights == "host" else "resident"
+    if kind != "block":
+        return kind, weights, choice.state, "", ""
+    tiers = sorted({choice.input_tier, *choice.saved_tiers.values()})
+    return kind, weights, choice.state, choice.save, " + ".join(tiers)
+
+
+def _prediction_table(plan: Plan, timeline: Timeline) -> Table:
+    tokens = plan.batch_size * plan.seq_len
+    table = Table(title="Prediction", title_justify="left", show_header=False)
+    table.add_column()
+    table.add_column()
+    shape = f"{plan.micro_batch} rows x {plan.accumulation}, prefetch depth {plan.prefetch_depth}"
+    table.add_row("micro-batch", shape)
+    table.add_row("step", f"{format_seconds(timeline.step_s)}, {tokens / timeline.step_s:,.0f} tokens/s")
+    waits = [f"{engine} {format_seconds(seconds)}" for engine, seconds in timeline.exposed_s.items() if seconds > 0]
+    table.add_row("compute waits for", ", ".join(waits) or "nothing")
+    for engine, size in timeline.moved_bytes.items():
+        table.add_row(f"{engine} per step", format_bytes(size))
+    for tier, budget in plan.budget_bytes.items():
+        if budget:
+            peak = timeline.peak_bytes[tier]
+            table.add_row(f"{tier} peak", f"{format_bytes(peak)} of {format_bytes(budget)}")
+    return table
+
+
+def _recipes_table(solution: Solution) -> Table:
+    table = Table(title="Fixed recipes within the same budgets", title_justify="left")
+    for column in ("recipe", "micro-batch", "step", "gpu peak", "host peak", "this plan is faster by"):
+        table.add_column(column)
+    table.add_row("this plan", *_figures(solution.plan, solution.timeline), "")
+    for recipe in solution.recipes:
+        table.add_row(recipe.name, *_recipe_figures(recipe, solution.timeline.step_s))
+    return table
+
+
+def _recipe_figures(recipe: Recipe, step_s: float) -> tuple[str, ...]:
+    if recipe.plan is None or recipe.timeline is None:
+        return "", "does not fit", "", "", ""
+    return *_figures(recipe.plan, recipe.timeline), f"{100 * (recipe.timeline.step_s / step_s - 1):.1f} %"
+
+
+def _figures(plan: Plan, timeline: Timeline) -> tuple[str, str, str, str]:
+    peaks = (format_bytes(timeline.peak_bytes[tier]) for tier in ("gpu", "host"))
+    gpu, host = peaks
+    return str(plan.micro_batch), format_seconds(timeline.step_s), gpu, host
