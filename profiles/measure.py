@@ -111,6 +111,8 @@ class _Profiling:
         host_total_bytes, host_free_bytes = host_memory()
         if self.device.type == "cuda":
             gpu_total_bytes, gpu_free_bytes = device_memory(self.device)
+            # A plan's prediction holds the driver's context, so that a budget must have room for it.
+            gpu_free_bytes += context_bytes(self.device)
         else:
             self.notes["memory"] = _SHARED_MEMORY
             gpu_total_bytes = gpu_free_bytes = host_free_bytes // 2

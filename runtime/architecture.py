@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from typing import Any
 
 import torch
@@ -123,7 +124,8 @@ class Architecture:
         settings = {k: v for k, v in self.config.to_diff_dict().items() if k not in _VOLATILE_SETTINGS}
         shapes = {name: list(param.shape) for name, param in self.model.named_parameters()}
         text = json.dumps([settings, shapes, self.structures, self.tied], sort_keys=True, default=str)
-        size = sum(param.numel() for param in self.model.parameters())
+        owned = [self._embed_params, *self._block_params, self._head_params]  # tied parameters once
+        size = sum(math.prod(shape) for params in owned for shape in params.values())
         label = f"{size / 1e9:.2f}B" if size >= 5e8 else f"{size / 1e6:.3g}M"
         return f"{type(self.model).__name__}-{label}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
 

@@ -165,9 +165,7 @@ def _device(name: str | None) -> torch.device:
     return torch.device("cpu" if name == "cpu" or not available else "cuda")
 
 
-def _read_inputs(
-    plan: Plan, model: str, data: str, eval_data: str | None, init: str, console: Console
-) -> _Inputs:
+def _read_inputs(plan: Plan, model: str, data: str, eval_data: str | None, init: str, console: Console) -> _Inputs:
     source = resolve_model(model)
     if init == "pretrained" and not source.has_weights:
         raise UsageError(f"model: {model} has no weights; use --init random or name a folder with safetensors files")
