@@ -79,7 +79,7 @@ def configure_allocator(device: torch.device, budget_bytes: int | None = None) -
     if budget_bytes is not None:
         total_bytes = torch.cuda.mem_get_info(device)[1]
         share = (budget_bytes - context_bytes(device)) / total_bytes
-        torch.cuda.set_per_process_memory_fraction(min(1.0, max(share, 0.0)), device)
+        torch.cuda.set_per_process_memory_fraction(min(1.0, max(share, 0.0)))
 
 
 def rss_bytes() -> int:

@@ -1,0 +1,34 @@
+"""The three steps on a GPU, from a folder to a folder, through the public functions."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import lazysched
+from tests.end_to_end.tiny_folder import make_data, make_model
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+
+def test_profile_solve_train(tmp_path: Path) -> None:
+    model, data = make_model(tmp_path / "model", hidden_size=64, intermediate_size=128), make_data(tmp_path / "d.jsonl")
+    profile = lazysched.profile(
+        str(model), device="cuda", dtype=None, seq_len=64, micro_batches=[2, 4], storage_dir=str(tmp_path)
+    )
+    assert profile.compute_dtype == "bfloat16"
+    assert not [link for link, curve in profile.links.items() if curve.reason]
+    budget_bytes = profile.context_bytes + 2 * 10**8
+    solution = lazysched.solve(profile, batch_size=8, gpu_memory_bytes=budget_bytes, host_memory_bytes=10**9)
+    result = lazysched.train(
+        solution.plan, model=str(model), data=str(data), eval_data=str(data), output_dir=str(tmp_path / "out"),
+        device="cuda", max_steps=30, learning_rate=1e-2,
+    )  # fmt: skip
+    assert result.held_out_loss_before is not None
+    assert result.held_out_loss_after is not None
+    assert result.held_out_loss_after < 0.5 * result.held_out_loss_before
+    assert result.peak_bytes["gpu"] <= budget_bytes
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").dtype == torch.bfloat16
