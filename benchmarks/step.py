@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from rows import make_row, save_rows
 from lazysched.profiles.measure import profile
 from lazysched.runtime import machine
 from lazysched.runtime.batch import Batch
+from lazysched.runtime.engines import seconds_between
 from lazysched.runtime.optimizer import AdamWSettings
 from lazysched.runtime.session import Session
 from lazysched.runtime.sources import resolve_model
@@ -45,6 +47,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 WARM_UP_STEPS = 2
+"""Intervals between steps that are left out."""
 
 
 @dataclass(frozen=True)
@@ -57,13 +60,13 @@ class Case:
     seq_len: int
     gpu_bytes: int | None
     micro_batches: tuple[int, ...]
-    num_steps: int = 8
+    num_steps: int = 10
 
 
 CASES = [
     Case("3b_32x1k_20gb", "3b", 32, 1024, 20 * 10**9, (4, 8, 16)),
     Case("3b_32x1k", "3b", 32, 1024, None, (8, 16)),
-    Case("smoke", "smoke", 4, 32, None, (1, 2), num_steps=4),
+    Case("smoke", "smoke", 4, 32, None, (1, 2), num_steps=5),
 ]
 
 
@@ -116,15 +119,11 @@ def measure(
 ) -> dict[str, tuple[float | None, str]]:
     """Train some steps as the plan says; metric -> (value, unit)."""
     on_gpu = device.type == "cuda"
-    if on_gpu:
-        torch.cuda.empty_cache()
+    machine.reset_peaks(device)
     machine.configure_allocator(device, plan.budget_bytes.get("gpu"))
     limit = machine.host_memory()[1]
     with Session(plan, config, device, settings=AdamWSettings(), max_grad_norm=1.0, host_limit_bytes=limit) as session:
         session.initialise(seed=0)
-        if on_gpu:
-            torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
         times_s = list(step_times(session, case, config.vocab_size))
         reserved = torch.cuda.max_memory_reserved() + machine.context_bytes(device) if on_gpu else None
     step_s, tokens = statistics.median(times_s[WARM_UP_STEPS:]), case.batch_size * case.seq_len
@@ -142,18 +141,13 @@ def measure(
 
 
 def step_times(session: Session, case: Case, vocabulary: int) -> Iterator[float]:
-    """Seconds from the end of one step's backward to the next one's."""
-    previous = None
-    last_s = time.perf_counter()
-    for step in range(case.num_steps + 1):
-        result = session.executor.step(random_batch(case, vocabulary, step), 1e-5)
-        if previous is not None:
-            print(f"step {step - 1}: loss {previous.loss:.4f} norm {previous.grad_norm:.3f}", flush=True)
-            now_s = time.perf_counter()
-            yield now_s - last_s
-            last_s = now_s
-        previous = result
-    session.executor.drain()
+    """Seconds from the end of one step on ``compute`` to the next one's."""
+    executor = session.executor
+    results = [executor.step(random_batch(case, vocabulary, step), 1e-5) for step in range(case.num_steps)]
+    executor.drain()
+    for before, after in pairwise(results):
+        print(f"loss {after.loss:.4f} norm {after.grad_norm:.3f}", flush=True)
+        yield seconds_between(before.end, after.end)
 
 
 def random_batch(case: Case, vocabulary: int, seed: int) -> Batch:

@@ -20,7 +20,7 @@ from lazysched.layout import MASTER_BYTES, Layout
 from lazysched.schemas import Buffer, Engine, Op, OpKind, Phase, Plan, Program, Stage, Tier
 from lazysched.weight_slots import assign_slots
 
-GPU_UPDATE_CHUNK = 1 << 22
+GPU_UPDATE_CHUNK = 1 << 24
 """Elements that a GPU update converts to fp32 at a time."""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol
@@ -13,6 +14,9 @@ from lazysched.schemas import Engine
 Done = torch.cuda.Event | Future[None] | None
 """Tells when an operation has finished: an event of its stream, the promise of the worker; None where it has."""
 
+Mark = torch.cuda.Event | float
+"""A moment on ``compute``: a timed event, or seconds of the host's clock where engines run in line."""
+
 RESERVED_CORES = 2
 """Cores left to the thread that launches kernels and to the driver."""
 
@@ -22,6 +26,9 @@ class Engines(Protocol):
 
     def submit(self, engine: Engine, work: Callable[[], None], after: Sequence[Done], signal: bool) -> Done:
         """Queue ``work`` behind everything in ``after``; with ``signal``, return what others can wait for."""
+
+    def mark(self) -> Mark:
+        """The moment at which everything submitted to ``compute`` so far is done."""
 
     def drain(self) -> None:
         """Wait for everything; raise what a worker raised."""
@@ -37,6 +44,10 @@ class InlineEngines:
         """Run ``work`` now."""
         work()
         return None
+
+    def mark(self) -> Mark:
+        """Now."""
+        return time.perf_counter()
 
     def drain(self) -> None:
         """Nothing is ever outstanding."""
@@ -75,6 +86,12 @@ class CudaEngines:
             work()
         return stream.record_event() if signal else None
 
+    def mark(self) -> Mark:
+        """A timed event behind everything on ``compute``."""
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(self._streams["compute"])
+        return event
+
     def drain(self) -> None:
         """Wait for worker and device."""
         outstanding, self._outstanding = self._outstanding, []
@@ -86,6 +103,16 @@ class CudaEngines:
         """Drop work not begun, finish what runs."""
         self._worker.shutdown(wait=True, cancel_futures=True)
         torch.cuda.synchronize()
+
+
+def seconds_between(earlier: Mark, later: Mark) -> float:
+    """Time between two marks of one run; waits for the later one."""
+    if isinstance(earlier, float) or isinstance(later, float):
+        assert isinstance(earlier, float)
+        assert isinstance(later, float)
+        return later - earlier
+    later.synchronize()
+    return float(earlier.elapsed_time(later)) / 1e3
 
 
 def _after_events(events: Sequence[torch.cuda.Event], work: Callable[[], None]) -> None:

@@ -13,7 +13,7 @@ from lazysched.layout import Layout
 from lazysched.lower import lower
 from lazysched.runtime.batch import Batch
 from lazysched.runtime.buffers import SCALE_ELEMENTS, Buffers
-from lazysched.runtime.engines import CudaEngines, Done, Engines, InlineEngines
+from lazysched.runtime.engines import CudaEngines, Done, Engines, InlineEngines, Mark
 from lazysched.runtime.model import Model
 from lazysched.runtime.operations import Operations, StepContext
 from lazysched.runtime.optimizer import StageUpdate
@@ -26,6 +26,8 @@ class StepResult:
 
     _scale: torch.Tensor
     _done: Done
+    end: Mark
+    """When ``compute`` is done with the step."""
 
     def _value(self, index: int) -> float:
         if isinstance(self._done, torch.cuda.Event):
@@ -91,6 +93,10 @@ class Executor:
         """Launch the forward and the loss of one batch, nothing changes."""
         return self._run(self._evaluation, batch, 0.0)
 
+    def mark(self) -> Mark:
+        """The moment at which ``compute`` is done with everything launched so far."""
+        return self._engines.mark()
+
     def drain(self) -> None:
         """Wait until everything launched has finished; raise what went wrong in a worker."""
         self._engines.drain()
@@ -113,7 +119,7 @@ class Executor:
             after = [self._done.get(before) for before, _ in program.predecessors[op.id]]
             work = partial(self._operations.run, op, context)
             self._done[op.id] = self._engines.submit(op.engine, work, after, op.id in signals)
-        return StepResult(scale, self._done["scale/copy"])
+        return StepResult(scale, self._done["scale/copy"], self._engines.mark())
 
 
 def _signalling(program: Program) -> set[str]:

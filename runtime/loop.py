@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import statistics
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 
 from lazysched.errors import RunError
 from lazysched.runtime.batch import Batch
+from lazysched.runtime.engines import seconds_between
 from lazysched.runtime.executor import Executor, StepResult
 from lazysched.runtime.schedule import LearningRateSchedule
 
@@ -20,7 +20,7 @@ WARM_UP_STEPS = 2
 
 @dataclass(frozen=True)
 class StepRow:
-    """What one step reports."""
+    """What one step reports; ``step_s`` is the time from the end of the step before, on ``compute``."""
 
     step: int
     loss: float
@@ -74,7 +74,7 @@ class TrainingLoop:
         self._executor, self._batch_of, self._schedule, self._report = executor, batch_of, schedule, report
         self._history = History()
         self._skipped_in_a_row = 0
-        self._last_time_s = 0.0
+        self._last_end = executor.mark()
 
     def run(self) -> History:
         """Train.
@@ -82,7 +82,7 @@ class TrainingLoop:
         Raises:
             RunError: the gradient was not finite ``MAX_SKIPPED_IN_A_ROW`` times in a row.
         """
-        self._last_time_s = time.perf_counter()
+        self._last_end = self._executor.mark()
         waiting: tuple[int, Batch, StepResult] | None = None
         for step in range(self._schedule.num_steps):
             batch = self._batch_of(step)
@@ -101,13 +101,12 @@ class TrainingLoop:
 
     def _read(self, step: int, batch: Batch, result: StepResult) -> None:
         loss, grad_norm, skipped = result.loss, result.grad_norm, result.skipped
-        now_s = time.perf_counter()
         row = StepRow(
             step=step, loss=loss, grad_norm=grad_norm, learning_rate=self._schedule.rate(step),
             tokens=batch.input_ids.numel(), trained_tokens=batch.num_trained_tokens,
-            step_s=now_s - self._last_time_s, skipped=skipped,
+            step_s=seconds_between(self._last_end, result.end), skipped=skipped,
         )  # fmt: skip
-        self._last_time_s = now_s
+        self._last_end = result.end
         self._history.rows.append(row)
         self._report(row)
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if skipped else 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import os
 import platform
@@ -98,9 +99,13 @@ def peak_rss_bytes(root: Path = _ROOT) -> int:
     return int(match.group(1)) * 1024
 
 
-def reset_peak_rss() -> None:
-    """Let ``peak_rss_bytes`` start again from what is held now (Linux: writing 5 to ``clear_refs``)."""
+def reset_peaks(device: torch.device) -> None:
+    """Let the peaks of host memory (Linux: writing 5 to ``clear_refs``) and of the GPU start from what is held now."""
     Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
+    if device.type == "cuda":
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
 
 
 def hardware_id(device: torch.device, root: Path = _ROOT) -> str:

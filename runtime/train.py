@@ -231,7 +231,7 @@ class _Memory:
 
     def __init__(self, device: torch.device, plan: Plan) -> None:
         self._device, self._plan = device, plan
-        machine.reset_peak_rss()
+        machine.reset_peaks(device)
         self._rss_before = machine.rss_bytes()
 
     def peaks(self, session: Session) -> dict[str, int]:

@@ -16,7 +16,7 @@ from lazysched.schemas import BYTES_PER_ELEMENT, Curve, Profile, SaveVariant, St
 
 GB = 1e9
 MASTER_BYTES = 4
-GPU_UPDATE_CHUNK = 1 << 22
+GPU_UPDATE_CHUNK = 1 << 24
 """Elements that an update on the GPU converts at a time, as in ``lower``."""
 CHECKED_LINKS = ("h2d", "d2h", "gpu")
 """Links whose curve every plan needs."""
