@@ -268,7 +268,7 @@ class _Search:
             if not any(over.values()):
                 self._improve(nearest.instance.candidate, nearest.choices)
                 return
-            missing[elastic] = over
+            missing[elastic] = {tier: size + infeasible.MARGIN_BYTES if size else 0 for tier, size in over.items()}
         if infeasible.TIERS not in missing:
             raise TimeLimitError(f"no plan was found within {self.settings.time_limit_s:g} s; raise the time limit")
         raise infeasible.explain(missing, self.settings.budget_bytes)
