@@ -179,9 +179,11 @@ def train(
 ) -> None:
     """Train MODEL as the plan says and write a Hugging Face folder."""
     schedule = Plan.load(plan)
+    from lazysched.runtime.report import comparison_table
     from lazysched.runtime.train import train as run
 
-    run(
+    console = Console()
+    result = run(
         schedule,
         model=model,
         data=data,
@@ -201,8 +203,10 @@ def train(
         adam_epsilon=adam_epsilon,
         seed=seed,
         logging_steps=logging_steps,
-        console=Console(),
+        console=console,
     )
+    console.print(comparison_table(result, "training"))
+    console.print(f"trained model: {result.output_dir}", highlight=False, soft_wrap=True)
 
 
 @app.command()

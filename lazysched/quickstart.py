@@ -12,10 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.table import Table
 
 from lazysched.errors import RunError, UsageError
-from lazysched.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from lazysched.runtime.train import TrainResult
@@ -51,6 +49,7 @@ def run_quickstart(output_dir: Path, *, device: str | None, console: Console) ->
     console.print(f"1/4 data: {NUM_TRAIN_ROWS} word problems in {train_file}", highlight=False)
 
     from lazysched.profiles.measure import profile
+    from lazysched.runtime.report import comparison_table
     from lazysched.runtime.train import train
     from lazysched.solver import solve
     from lazysched.solver.report import print_solution
@@ -78,7 +77,7 @@ def run_quickstart(output_dir: Path, *, device: str | None, console: Console) ->
         seed=SEED,
         console=console,
     )
-    console.print(comparison_table(result))
+    console.print(comparison_table(result, "quickstart"))
     console.print(f"trained model: {result.output_dir}", highlight=False)
     return result
 
@@ -133,24 +132,3 @@ def _word_problems(num_rows: int) -> list[dict[str, str]]:
         if len(rows) == num_rows:
             return [{"question": question, "answer": answer} for question, answer in rows.items()]
     raise RunError("reasoning-gym made too few word problems; install the version that constraints.txt names")
-
-
-def comparison_table(result: TrainResult) -> Table:
-    """Predicted beside measured: step time, peak memory of each tier, held-out loss before and after."""
-    table = Table("", "predicted", "measured", title="quickstart")
-    table.add_row("step time", _time(result.predicted_step_s), _time(result.measured_step_s))
-    for tier, num_bytes in result.peak_bytes.items():
-        planned = result.predicted_peak_bytes.get(tier)
-        table.add_row(f"{tier} memory", "-" if planned is None else format_bytes(planned), format_bytes(num_bytes))
-    table.add_section()
-    table.add_row("", "before", "after")
-    table.add_row("held-out loss", _loss(result.held_out_loss_before), _loss(result.held_out_loss_after))
-    return table
-
-
-def _time(seconds: float | None) -> str:
-    return "-" if seconds is None else format_seconds(seconds)
-
-
-def _loss(value: float | None) -> str:
-    return "-" if value is None else f"{value:.4f}"

@@ -32,9 +32,11 @@ class Stopwatch(Protocol):
 
     def lap(self, work: Callable[[], T]) -> T:
         """Do ``work`` and note how long it takes."""
+        ...
 
     def durations_s(self) -> list[float]:
         """Seconds of every lap; waits for the device."""
+        ...
 
 
 class WallStopwatch:

@@ -17,12 +17,15 @@ class MemoryMeter(Protocol):
 
     def live_bytes(self) -> int:
         """Bytes alive now."""
+        ...
 
     def reset_peak(self) -> None:
         """Forget the peak so far."""
+        ...
 
     def peak_bytes(self) -> int:
         """Most bytes alive at once since the last reset."""
+        ...
 
 
 class AllocatedBytes:

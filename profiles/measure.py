@@ -101,8 +101,8 @@ class _Profiling:
             hardware_id=identity, model_id=self.model_id, device=_device_type(device), compute_dtype=settings.dtype,
             seq_len=settings.seq_len, loss_chunk_tokens=settings.chunk_tokens, stages=self.stages,
             variants=self.variants, links=links, update=update,
-            total_bytes=total_bytes | {"nvme": storage.total_bytes},
-            free_bytes=free_bytes | {"nvme": storage.free_bytes},
+            total_bytes={**total_bytes, "nvme": storage.total_bytes},
+            free_bytes={**free_bytes, "nvme": storage.free_bytes},
             context_bytes=_context_bytes(device), fragmentation=self.fragmentation, notes=self.notes,
         )  # fmt: skip
 

@@ -26,7 +26,7 @@ def measure_updates(
     """Parameters per second of fp32 AdamW, by processor.
 
     Args:
-        blocks: decoder blocks; the first is updated, as often as a step would update blocks like it.
+        blocks: decoder blocks; stages like the first are updated, at most as many as there are.
         dtype: of weights and gradients.
         device: the processor ``gpu``; on a machine without one, the same CPU with memory of its own.
         host_limit_bytes: host memory that may be used.
@@ -38,17 +38,27 @@ def measure_updates(
     names = {f"{kind}/{index}": size for kind, size in sizes.items() for index in range(count)}
     arena = HostArena(names, (), _CPU, host_limit_bytes)
     try:
-        on_host = _update_work(stage, count, lambda name, kind: arena.tensor(name, kind), dtype, _CPU)
+        on_host = _update_work(stage, count, arena.tensor, dtype, _CPU)
         cpu = on_cpu_engine(lambda: durations_of(on_host, _CPU, repeats), device)
     finally:
         arena.close()
-    on_device = _update_work(
-        stage, count, lambda name, kind: torch.empty(names[name] // kind.itemsize, dtype=kind, device=device), dtype,
-        device,
-    )  # fmt: skip
-    gpu = durations_of(on_device, device, repeats)
-    num_params = stage.num_params * count
-    return {"cpu": {"fp32": rate(cpu, num_params)}, "gpu": {"fp32": rate(gpu, num_params)}}
+    on_gpu = _gpu_rate(stage, count, names, dtype, device, repeats)
+    return {"cpu": {"fp32": rate(cpu, stage.num_params * count)}, "gpu": {"fp32": on_gpu}}
+
+
+def _gpu_rate(
+    stage: Stage, count: int, names: Mapping[str, int], dtype: torch.dtype, device: torch.device, repeats: int | None
+) -> Rate:
+    """Rate on ``device``, null where it cannot hold a block's optimizer state."""
+
+    def buffer(name: str, kind: torch.dtype) -> torch.Tensor:
+        return torch.empty(names[name] // kind.itemsize, dtype=kind, device=device)
+
+    try:
+        work = _update_work(stage, count, buffer, dtype, device)
+        return rate(durations_of(work, device, repeats), stage.num_params * count)
+    except torch.OutOfMemoryError:
+        return Rate(per_s=None, reason="weights, gradient and optimizer state of a block do not fit the GPU's memory")
 
 
 def _sizes(stage: Stage, dtype: torch.dtype) -> Mapping[str, int]:

@@ -110,7 +110,7 @@ class Dataset:
         if not examples:
             raise UsageError(
                 f"{path}: all labels are masked: {num_too_long} rows have their answer beyond {seq_len} tokens, "
-                f"{num_untrained} have none; raise --seq-len or check the format"
+                f"{num_untrained} have none; profile and solve with a larger --seq-len, or check the format"
             )
         return cls(tuple(examples), _report(examples, num_too_long, num_untrained))
 

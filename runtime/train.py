@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -23,7 +22,7 @@ from lazysched.runtime.schedule import LearningRateSchedule, SchedulerType
 from lazysched.runtime.session import Session
 from lazysched.runtime.sources import ModelSource, resolve_model
 from lazysched.schemas import Plan
-from lazysched.units import format_bytes, format_seconds
+from lazysched.units import format_bytes
 
 LOG_FILE = "train_log.jsonl"
 
@@ -110,7 +109,7 @@ def train(
     target = _device(device)
     folder = Path(output_dir)
     check_output_dir(folder)
-    inputs = _read_inputs(plan, model, data, eval_data, init)
+    inputs = _read_inputs(plan, model, data, eval_data, init, console)
     _compare_hardware(plan, target, console)
     settings = AdamWSettings(adam_beta1, adam_beta2, adam_epsilon, weight_decay)
     clip_norm = plan.update.clip_norm if max_grad_norm is None else (max_grad_norm or None)
@@ -130,9 +129,7 @@ def train(
             _export(session, inputs.source, folder, history)
     except torch.OutOfMemoryError as error:
         raise _out_of_memory(plan, error) from None
-    result = TrainResult(folder, history.losses, history.step_s, predicted, measured, memory.predicted(), before, after)
-    print_result(result, console)
-    return result
+    return TrainResult(folder, history.losses, history.step_s, predicted, measured, memory.predicted(), before, after)
 
 
 def _check_numbers(
@@ -168,7 +165,9 @@ def _device(name: str | None) -> torch.device:
     return torch.device("cpu" if name == "cpu" or not available else "cuda")
 
 
-def _read_inputs(plan: Plan, model: str, data: str, eval_data: str | None, init: str) -> _Inputs:
+def _read_inputs(
+    plan: Plan, model: str, data: str, eval_data: str | None, init: str, console: Console
+) -> _Inputs:
     source = resolve_model(model)
     if init == "pretrained" and not source.has_weights:
         raise UsageError(f"model: {model} has no weights; use --init random or name a folder with safetensors files")
@@ -177,7 +176,8 @@ def _read_inputs(plan: Plan, model: str, data: str, eval_data: str | None, init:
     tokenizer: Any = AutoTokenizer.from_pretrained(source.config_dir)
     files = [data] if eval_data is None else [data, eval_data]
     datasets = [data_module.Dataset.load(file, tokenizer, plan.seq_len) for file in files]
-    for dataset in datasets:
+    for file, dataset in zip(files, datasets, strict=True):
+        console.print(f"{file}: {dataset.report.summary()}", highlight=False, soft_wrap=True)
         data_module.check_vocabulary(dataset, source.config.vocab_size)
     return _Inputs(source, datasets[0], datasets[1] if eval_data else None, tokenizer.pad_token_id)
 
@@ -261,21 +261,3 @@ def _out_of_memory(plan: Plan, error: torch.OutOfMemoryError) -> RunError:
         f"GPU memory: planned {wanted}, of which {format_bytes(torch.cuda.max_memory_allocated())} were in use when "
         f"more was asked for; solve again with a smaller --gpu-memory or --batch-size"
     )
-
-
-def print_result(result: TrainResult, console: Console) -> None:
-    """Predicted against measured, and the held-out loss before and after."""
-    lines = []
-    if result.measured_step_s is not None:
-        predicted = result.predicted_step_s
-        beside = "" if predicted is None else f" (predicted {format_seconds(predicted)})"
-        lines.append(f"step time {format_seconds(result.measured_step_s)}{beside}")
-    for tier, size in result.peak_bytes.items():
-        planned = result.predicted_peak_bytes.get(tier)
-        beside = "" if planned is None else f" (predicted {format_bytes(planned)})"
-        lines.append(f"peak memory {tier} {format_bytes(size)}{beside}")
-    if result.held_out_loss_before is not None:
-        lines.append(f"held-out loss {result.held_out_loss_before:.4f} before, {result.held_out_loss_after:.4f} after")
-    lines.append(f"model written to {os.fspath(result.output_dir)}")
-    for line in lines:
-        console.print(line, highlight=False, soft_wrap=True)

@@ -169,7 +169,7 @@ class TestLoad:
 
     @pytest.mark.parametrize("seq_len", [3, 1])
     def test_refuses_data_whose_answers_are_all_cut_off(self, tmp_path: Path, seq_len: int) -> None:
-        with pytest.raises(UsageError, match=r"all labels are masked: 1 rows .* raise --seq-len or check"):
+        with pytest.raises(UsageError, match=r"all labels are masked: 1 rows .* larger --seq-len, or check"):
             load(tmp_path, [{"prompt": "abc", "completion": "de"}], seq_len)
 
     def test_refuses_conversations_without_an_assistant(self, tmp_path: Path) -> None:

@@ -1,0 +1,42 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from lazysched.profiles import updates
+from lazysched.schemas import Stage
+from tests.runtime.tiny import CPU
+
+BLOCK = Stage(id="block.0", structure="a", params={"a.weight": (64, 32), "a.norm": (32,)}, weight_bytes=2 * 2048 + 256)
+
+
+def test_rate_counts_every_updated_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[int] = []
+
+    def one_second(work: Any, *_: object) -> list[float]:
+        work()
+        ran.append(1)
+        return [1.0]
+
+    monkeypatch.setattr(updates, "durations_of", one_second)
+    found = updates.measure_updates([BLOCK] * 3, torch.bfloat16, CPU, host_limit_bytes=10**8, repeats=None)
+    assert len(ran) == 2
+    assert found["cpu"]["fp32"].per_s == found["gpu"]["fp32"].per_s == 3 * (2048 + 32)
+
+
+def test_state_that_does_not_fit_the_gpu_is_null_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+
+    def second_fails(*_: object) -> list[float]:
+        calls.append(1)
+        if len(calls) == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return [1.0]
+
+    monkeypatch.setattr(updates, "durations_of", second_fails)
+    found = updates.measure_updates([BLOCK], torch.bfloat16, CPU, host_limit_bytes=10**8, repeats=None)
+    assert found["cpu"]["fp32"].per_s == BLOCK.num_params
+    assert found["gpu"]["fp32"].per_s is None
+    assert "do not fit" in (found["gpu"]["fp32"].reason or "")
