@@ -39,8 +39,8 @@ MAX_ROUNDS = 60
 SIMULATED_STEPS = 4
 MAX_TIGHTENINGS = 3
 """How often budgets are tightened when the simulation disagrees with the memory rows."""
-MIN_PROGRAM_S = 1.0
-"""Least time that the mixed-integer program gets; otherwise it gets no more than the search before it took."""
+MIN_PROGRAM_S, PROOF_SHARE = 1.0, 0.6
+"""Time for the proof: at least the first, otherwise this share of what the search before it took."""
 
 
 @dataclass(frozen=True)
@@ -227,7 +227,7 @@ class _Search:
         """Raise the lowest bound, again and again, until it proves the incumbent good enough or time is up."""
         if not self.found:
             self._first_that_fits()
-        allowed_s = max(MIN_PROGRAM_S, self._elapsed_s())
+        allowed_s = max(MIN_PROGRAM_S, PROOF_SHARE * self._elapsed_s())
         until_s = min(self.settings.time_limit_s, self._elapsed_s() + allowed_s)
         solved: set[Candidate] = set()
         while self._elapsed_s() < until_s:
