@@ -25,7 +25,7 @@ def count_bound_s(instance: Instance, budgets: Budgets, max_prefetch_depth: int)
     """
     problem = pulp.LpProblem("counts", pulp.LpMinimize)
     counts = _Counts(problem, instance)
-    period = pulp.LpVariable("T", 0)
+    period = problem.add_variable("T", 0)
     problem += period + 0
     _add_times(problem, instance, counts, period, max_prefetch_depth + 1)
     _add_memory(problem, instance, counts, budgets)
@@ -52,12 +52,12 @@ class _Counts:
             pairs[id(costs)] = (costs, options)
         self.groups = []
         for g, (key, (costs, options)) in enumerate(pairs.items()):
-            saves = [pulp.LpVariable(f"n_{g}_{o}", 0) for o in range(len(options))]
-            states = {choice: pulp.LpVariable(f"s_{g}_{choice}", 0) for choice in STATE_CHOICES}
+            saves = [problem.add_variable(f"n_{g}_{o}", 0) for o in range(len(options))]
+            states = {choice: problem.add_variable(f"s_{g}_{choice}", 0) for choice in STATE_CHOICES}
             problem += pulp.lpSum(saves) == members[key]
             problem += pulp.lpSum(states.values()) == members[key]
             self.groups.append(_Group(costs, options, saves, states))
-        self.v = [pulp.LpVariable(f"v_{k}", 0) for k in range(len(instance.vocabulary_options))]
+        self.v = [problem.add_variable(f"v_{k}", 0) for k in range(len(instance.vocabulary_options))]
         problem += pulp.lpSum(self.v) == 1
 
     def save(self, coefficient: Callable[[SaveOption], float]) -> Expression:

@@ -25,9 +25,11 @@ class Decisions:
 
     def __init__(self, problem: pulp.LpProblem, instance: Instance) -> None:
         self.instance = instance
-        self.x = [[_binary(f"x_{i}_{o}") for o in range(len(options))] for i, options in enumerate(instance.saves)]
-        self.y = [{s: _binary(f"y_{i}_{s}") for s in STATE_CHOICES} for i in range(instance.num_blocks)]
-        self.v = [_binary(f"v_{k}") for k in range(len(instance.vocabulary_options))]
+        self.x = [
+            [_binary(problem, f"x_{i}_{o}") for o in range(len(options))] for i, options in enumerate(instance.saves)
+        ]
+        self.y = [{s: _binary(problem, f"y_{i}_{s}") for s in STATE_CHOICES} for i in range(instance.num_blocks)]
+        self.v = [_binary(problem, f"v_{k}") for k in range(len(instance.vocabulary_options))]
         for i in range(instance.num_blocks):
             problem += pulp.lpSum(self.x[i]) == 1
             problem += pulp.lpSum(self.y[i].values()) == 1
@@ -72,8 +74,8 @@ class Decisions:
         return values
 
 
-def _binary(name: str) -> pulp.LpVariable:
-    return pulp.LpVariable(name, cat=pulp.LpBinary)
+def _binary(problem: pulp.LpProblem, name: str) -> pulp.LpVariable:
+    return problem.add_variable(name, cat=pulp.LpBinary)
 
 
 def _weighted(terms: Iterable[tuple[pulp.LpVariable, float]]) -> Expression:

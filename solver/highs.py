@@ -42,7 +42,7 @@ class Outcome:
         return self.status in ("optimal", "feasible")
 
 
-class _WarmHighs(pulp.HiGHS):
+class _WarmHighs(pulp.HiGHS):  # type: ignore[misc]  # PuLP has no types
     """``pulp.HiGHS`` that starts from given values of some variables."""
 
     start_values: Mapping[str, float] = {}

@@ -15,14 +15,17 @@ from lazysched.errors import InfeasibleError
 from lazysched.schemas import Tier
 from lazysched.solver.decisions import Decisions
 from lazysched.solver.highs import solve_problem
-from lazysched.solver.instance import Candidate, Instance
+from lazysched.solver.instance import GB, Candidate, Instance
 from lazysched.solver.memory_rows import Budgets, add_memory_rows
 from lazysched.solver.plans import Choices
+from lazysched.units import format_bytes
 
 TIERS: tuple[Tier, ...] = ("gpu", "host")
 _FLAGS = {"gpu": "--gpu-memory", "host": "--host-memory"}
 _TIME_LIMIT_S = 2.0
 _GAP = 5e-3
+MARGIN_BYTES = 2000
+"""Twice what HiGHS tolerates in a memory row (1e-6 GB): a plan that it calls fitting within the margin really fits."""
 _NUM_SOLVED = 2
 """Instances whose elastic program is solved, by relaxed shortfall: the answer suffices, and is least within the gap."""
 _NUM_MICRO_BATCHES = 2
@@ -62,7 +65,9 @@ def closest(
 def _elastic_program(instance: Instance, budgets: Budgets, elastic: Sequence[Tier]) -> tuple[pulp.LpProblem, Decisions]:
     problem = pulp.LpProblem("elastic", pulp.LpMinimize)
     decisions = Decisions(problem, instance)
-    slack: dict[str, pulp.LpVariable] = {tier: pulp.LpVariable(f"slack_{tier}", 0) for tier in elastic}
+    margin_gb = MARGIN_BYTES / GB
+    budgets = Budgets(budgets.gpu_gb - margin_gb, budgets.host_gb - margin_gb)
+    slack: dict[str, pulp.LpVariable] = {tier: problem.add_variable(f"slack_{tier}", 0) for tier in elastic}
     add_memory_rows(problem, instance, decisions, budgets, slack)
     problem += pulp.lpSum(slack.values())
     return problem, decisions
@@ -107,4 +112,4 @@ def explain(
 
 
 def _needs(tier: Tier, size: int, budget_bytes: Mapping[Tier, int]) -> str:
-    return f"{tier} needs {size / 1e9:.2f} GB more than {budget_bytes[tier] / 1e9:.2f} GB"
+    return f"{tier} needs {format_bytes(size)} more than {format_bytes(budget_bytes[tier])}"

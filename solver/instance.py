@@ -22,7 +22,7 @@ CHECKED_LINKS = ("h2d", "d2h", "gpu")
 """Links whose curve every plan needs."""
 
 StateChoice = Literal["gpu", "resident", "streamed"]
-"""``gpu``: weights and state there. ``resident``: weights on the GPU, state on the host. ``streamed``: both on the host."""
+"""``gpu``: weights and state on the GPU. ``resident``: weights there, state on the host. ``streamed``: both on host."""
 STATE_CHOICES: tuple[StateChoice, ...] = ("gpu", "resident", "streamed")
 
 

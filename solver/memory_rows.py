@@ -36,7 +36,7 @@ def add_memory_rows(
     """Keep every window of the step within ``budgets`` plus ``slack``."""
     slack = slack or {}
     gpu_limit = budgets.gpu_gb + slack.get("gpu", 0)
-    base = pulp.LpVariable("base_gb", 0)
+    base = problem.add_variable("base_gb", 0)
     problem += base == instance.gpu_constant_gb + _resident(instance, decisions) + _slots(problem, instance, decisions)
     _add_window_rows(problem, instance, decisions, base, gpu_limit)
     problem += _host(instance, decisions) <= budgets.host_gb + slack.get("host", 0)
@@ -52,7 +52,7 @@ def _resident(instance: Instance, decisions: Decisions) -> Expression:
 def _slots(problem: pulp.LpProblem, instance: Instance, decisions: Decisions) -> Expression:
     """Shared slots for streamed weights, leaving gradients, leaving and returning saved tensors."""
     depth, lag = instance.candidate.prefetch_depth, instance.candidate.d2h_lag
-    weights, grads = (pulp.LpVariable(f"slot_{kind}_gb", 0) for kind in ("weights", "grads"))
+    weights, grads = (problem.add_variable(f"slot_{kind}_gb", 0) for kind in ("weights", "grads"))
     for i in range(instance.num_blocks):
         problem += weights >= decisions.state(i, lambda c: c.weight_gb, "streamed")
         problem += grads >= decisions.state(i, lambda c: c.weight_gb, "resident", "streamed")
@@ -68,7 +68,7 @@ def _add_window_rows(
     hidden = accumulation * instance.hidden_gb  # outputs of the forward, or gradients of the backward
     kept: Expression = pulp.LpAffineExpression()
     for i in range(instance.num_blocks):
-        before, kept = kept, pulp.LpVariable(f"K_{i}", 0)
+        before, kept = kept, problem.add_variable(f"K_{i}", 0)
         problem += kept == before + accumulation * decisions.save(i, lambda o: o.kept_gb)
         # Forward ends and backward begins with the same tensors alive, so one row with the larger working set does.
         problem += base + kept + hidden + decisions.save(i, lambda o: o.working_gb) <= limit

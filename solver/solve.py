@@ -3,9 +3,10 @@
 Micro-batch, prefetch depth and the size that a block may send to the host are searched outside the integer program:
 
 1. every combination gets a quick lower bound (``bounds``); recipes give the first incumbent;
-2. in order of that bound, a combination is relaxed, its relaxed solution rounded and improved (``search``), until the
-   bound of the next one shows that it cannot beat the incumbent by more than the gap;
-3. the mixed-integer program of the best combinations starts from the incumbent, improves it or proves it good enough;
+2. combinations whose bound leaves room are relaxed; relaxed solutions of the most promising are rounded and improved
+   (``search``);
+3. the lowest bound is raised, by relaxing, improving and at last solving the mixed-integer program of that combination
+   from its incumbent, until no combination can beat the best plan by more than the gap, or time is up;
 4. the finalists are lowered and simulated; the fastest that keeps its budgets in the simulation is the plan.
 """
 
@@ -31,16 +32,16 @@ from lazysched.solver.simulate import Timeline, simulate
 from lazysched.solver.window_replay import ChoiceBatch, WindowReplay
 
 PREFETCH_DEPTHS = (1, 2)
-NUM_DESCENTS = 3
-"""Combinations that are relaxed and improved at most."""
+NUM_RELAXED, NUM_DESCENTS = 10, 3
+"""Combinations that are relaxed, and of these improved, at most, before the proof begins."""
 NUM_FINALISTS = 4
 """Plans that are simulated at most."""
 MAX_ROUNDS = 60
 SIMULATED_STEPS = 4
 MAX_TIGHTENINGS = 3
 """How often budgets are tightened when the simulation disagrees with the memory rows."""
-MIN_PROGRAM_S = 1.0
-"""Least time that the mixed-integer program gets; otherwise it gets no more than the search before it took."""
+MIN_PROGRAM_S, PROOF_SHARE = 1.0, 0.3
+"""Time for the proof: at least the first, otherwise this share of what the search before it took."""
 
 
 @dataclass(frozen=True)
@@ -192,15 +193,22 @@ class _Search:
                     self.bounds[replace(shallow, prefetch_depth=depth)] = bound_s
 
     def _descend(self) -> None:
-        """Relax, round and improve combination by combination, until the next bound cannot matter."""
+        """Relax the shallow combinations, improve the most promising, and try the best of them with deeper prefetch."""
         self.programs: dict[Candidate, PlacementProgram] = {}
+        self.rounded: dict[Candidate, Choices] = {}
         self.improved: set[Candidate] = set()
-        for candidate in sorted(self.bounds, key=lambda c: self.bounds[c]):
-            if len(self.programs) == NUM_DESCENTS or self._remaining_s() <= 0 or not self._may_improve(candidate):
-                break
-            self._relax(candidate)
-            if candidate in self.programs:
-                self._improve(candidate, self.programs[candidate].rounded())
+        shallow = [c for c in self.bounds if c.prefetch_depth == PREFETCH_DEPTHS[0]]
+        for candidate in sorted(shallow, key=lambda c: self.bounds[c])[:NUM_RELAXED]:
+            if self._remaining_s() > 0 and self._may_improve(candidate):
+                self._relax(candidate)
+        for candidate in sorted(self.programs, key=lambda c: self.bounds[c])[:NUM_DESCENTS]:
+            if self._remaining_s() > 0 and self._may_improve(candidate):
+                self._improve(candidate, self.rounded[candidate])
+        if self.found:
+            best = min(self.found.values(), key=lambda f: f.step_s)
+            for depth in PREFETCH_DEPTHS:
+                if depth != best.candidate.prefetch_depth:
+                    self._improve(replace(best.candidate, prefetch_depth=depth), best.choices)
 
     def _relax(self, candidate: Candidate) -> None:
         """Bound a combination by its relaxed program, and keep that if the bound leaves room."""
@@ -210,6 +218,7 @@ class _Search:
         self.bounds[candidate] = max(self.bounds[candidate], bound_s)
         if self._may_improve(candidate):
             self.programs[candidate] = program
+            self.rounded[candidate] = program.rounded()
 
     def _improve(self, candidate: Candidate, start: Choices) -> None:
         self.improved.add(candidate)
@@ -227,7 +236,7 @@ class _Search:
         """Raise the lowest bound, again and again, until it proves the incumbent good enough or time is up."""
         if not self.found:
             self._first_that_fits()
-        allowed_s = max(MIN_PROGRAM_S, self._elapsed_s())
+        allowed_s = max(MIN_PROGRAM_S, PROOF_SHARE * self._elapsed_s())
         until_s = min(self.settings.time_limit_s, self._elapsed_s() + allowed_s)
         solved: set[Candidate] = set()
         while self._elapsed_s() < until_s:
@@ -238,9 +247,10 @@ class _Search:
             if candidate not in self.programs:
                 self._relax(candidate)
             elif candidate not in self.improved:
-                self._improve(candidate, self.programs[candidate].rounded())
+                self._improve(candidate, self.rounded[candidate])
             else:
-                self._solve_program(candidate, self.programs[candidate], until_s - self._elapsed_s())
+                left_s = until_s - self._elapsed_s()
+                self._solve_program(candidate, self.programs[candidate], max(left_s / 2, MIN_PROGRAM_S / 2))
                 solved.add(candidate)
 
     def _solve_program(self, candidate: Candidate, program: PlacementProgram, time_limit_s: float) -> None:
@@ -268,7 +278,7 @@ class _Search:
             if not any(over.values()):
                 self._improve(nearest.instance.candidate, nearest.choices)
                 return
-            missing[elastic] = over
+            missing[elastic] = {tier: size + infeasible.MARGIN_BYTES if size else 0 for tier, size in over.items()}
         if infeasible.TIERS not in missing:
             raise TimeLimitError(f"no plan was found within {self.settings.time_limit_s:g} s; raise the time limit")
         raise infeasible.explain(missing, self.settings.budget_bytes)

@@ -52,8 +52,8 @@ class _TimeRows:
         self.tc = self._starts("tc")
         self.tx = self._starts("tx", may_precede_step=True)
         self.ty = self._starts("ty")
-        self.period = pulp.LpVariable("T", 0)
-        self.te = pulp.LpVariable("te", 0)
+        self.period = self.problem.add_variable("T", 0)
+        self.te = self.problem.add_variable("te", 0)
 
     def build(self) -> pulp.LpVariable:
         """All rows; returns T."""
@@ -66,7 +66,7 @@ class _TimeRows:
         return self.period
 
     def _starts(self, letter: str, may_precede_step: bool = False) -> list[pulp.LpVariable]:
-        return [pulp.LpVariable(f"{letter}_{w}", None if may_precede_step else 0) for w in self.windows]
+        return [self.problem.add_variable(f"{letter}_{w}", None if may_precede_step else 0) for w in self.windows]
 
     # ---- durations
 
@@ -169,7 +169,7 @@ class _TimeRows:
 
     def _first_fetches(self, window: int, first: int, before: Expression) -> Expression:
         """The fetches of a window that may run before it computes; returns their end."""
-        start = pulp.LpVariable(f"ta_{window}", None)
+        start = self.problem.add_variable(f"ta_{window}", None)
         self.problem += start >= before
         gate, behind = self._position_end(window, self.depth + 1)
         # A block in between that fetches nothing leaves its slots to this one, which starts that much earlier.
@@ -186,7 +186,7 @@ class _TimeRows:
 
     def _remaining_fetches(self, window: int, first: int, before: Expression) -> Expression:
         """Fetches of a window that wait for its own micro-batches to free their slots; returns their end."""
-        start = pulp.LpVariable(f"tr_{window}", 0)
+        start = self.problem.add_variable(f"tr_{window}", 0)
         one_s = self.comp[window] * (1 / self.m)
         stays = (2 * self.longest_s / self.m) * self._stays(window)
         self.problem += start >= before
@@ -236,7 +236,7 @@ class _TimeRows:
                 own = self.decisions.ends_on(lambda c: c.cpu_update_s, gpu=False, embed=w == 0, head=w != 0)
             else:
                 own = self.decisions.state(block, lambda c: c.cpu_update_s, "resident", "streamed")
-            updated = pulp.LpVariable(f"cc_{w}", 0)
+            updated = self.problem.add_variable(f"cc_{w}", 0)
             self.problem += updated == before + own
             self.problem += self.tx[w] + self.period >= self.te + updated
             before = updated

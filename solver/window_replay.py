@@ -266,7 +266,8 @@ class _Steps:
         sent = np.maximum(self.d2h_s, self.compute_s) + self.grads[i]
         self.d2h_s = np.where(self.on_host[i], sent, self.d2h_s)
         self._push(self.grad_slots, self.on_host[i], [sent])
-        return left_s * moves
+        still_s: Floats = left_s * moves
+        return still_s
 
     def _fetch(self, i: int) -> tuple[Floats, Floats]:
         """Fetches that may run before the block computes; ends of the first and of all of them."""

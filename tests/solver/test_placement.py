@@ -1,0 +1,124 @@
+"""The rows of the placement program and the window replay against the simulator, which shares no code with them."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from lazysched.lower import lower
+from lazysched.schemas import Profile
+from lazysched.solver import Timeline, simulate
+from lazysched.solver.bounds import count_bound_s
+from lazysched.solver.instance import STATE_CHOICES, Candidate, Instance, offload_limits
+from lazysched.solver.memory_rows import Budgets
+from lazysched.solver.milp import PlacementProgram
+from lazysched.solver.plans import Choices, make_plan
+from lazysched.solver.window_replay import ChoiceBatch, WindowReplay
+from tests.solver.synthetic import tiny_profile
+
+PLENTY = Budgets(1e3, 1e3)
+CANDIDATES = [
+    Candidate(micro_batch, accumulation, depth)
+    for micro_batch, accumulation in ((1, 1), (1, 2), (1, 5), (2, 3))
+    for depth in (1, 2)
+]
+
+
+def replayed(profile: Profile, instance: Instance, choices: Choices) -> Timeline:
+    plan = make_plan(instance, choices, budget_bytes={}, clip_norm=1.0)
+    program = lower(plan, profile.stages)
+    return simulate(program, profile, micro_batch=plan.micro_batch, steps=6)
+
+
+def drawn(instance: Instance, generator: random.Random) -> Choices:
+    return Choices(
+        states=tuple(generator.choice(STATE_CHOICES) for _ in instance.blocks),
+        saves=tuple(generator.randrange(len(options)) for options in instance.saves),
+        vocabulary=generator.randrange(len(instance.vocabulary_options)),
+    )
+
+
+def cases(tied: bool, offload: bool) -> list[tuple[Profile, Instance, Choices]]:
+    generator = random.Random(7)
+    profile = tiny_profile(6, micro_batches=(1, 2), tied=tied)
+    result = []
+    for candidate in CANDIDATES:
+        limit = offload_limits(profile, candidate.micro_batch)[-1] if offload else 0
+        instance = Instance(
+            profile, Candidate(candidate.micro_batch, candidate.accumulation, candidate.prefetch_depth, 1, limit)
+        )
+        result += [(profile, instance, drawn(instance, generator)) for _ in range(4)]
+    return result
+
+
+class TestMemory:
+    @pytest.mark.parametrize("tied", [False, True])
+    def test_window_replay_has_the_peaks_of_the_program_to_the_byte(self, tied: bool) -> None:
+        for profile, instance, choices in cases(tied, offload=False):
+            evaluation = WindowReplay(instance).evaluate(ChoiceBatch.of([choices]))
+            peaks = replayed(profile, instance, choices).peak_bytes
+            assert round(evaluation.gpu_gb[0] * 1e9) == peaks["gpu"]
+            assert round(evaluation.host_gb[0] * 1e9) == peaks["host"]
+
+    def test_slots_for_offloading_count_in_full_even_if_smaller_ones_would_do(self) -> None:
+        for profile, instance, choices in cases(False, offload=True):
+            evaluation = WindowReplay(instance).evaluate(ChoiceBatch.of([choices]))
+            peaks = replayed(profile, instance, choices).peak_bytes
+            largest = max(instance.saves[i][o].offloaded_gb for i, o in enumerate(choices.saves))
+            spare_gb = (instance.moving_slot_gb - largest) * (instance.candidate.prefetch_depth + 3)
+            assert round((evaluation.gpu_gb[0] - spare_gb) * 1e9) == peaks["gpu"]
+            assert round(evaluation.host_gb[0] * 1e9) == peaks["host"]
+
+    def test_rows_allow_exactly_what_fits(self) -> None:
+        for _, instance, choices in cases(False, offload=True)[::4]:
+            evaluation = WindowReplay(instance).evaluate(ChoiceBatch.of([choices]))
+            gpu_gb, host_gb = float(evaluation.gpu_gb[0]), float(evaluation.host_gb[0])
+            least = 2e-6  # GB, above the solver's tolerance
+            assert fixed_period(instance, choices, Budgets(gpu_gb + least, host_gb + least)) is not None
+            assert fixed_period(instance, choices, Budgets(gpu_gb - least, host_gb + least)) is None
+            assert fixed_period(instance, choices, Budgets(gpu_gb + least, host_gb - least)) is None
+
+
+def fixed_period(instance: Instance, choices: Choices, budgets: Budgets) -> float | None:
+    """T of the program with all decisions given; None when that does not fit."""
+    program = PlacementProgram(instance, budgets)
+    values = program.decisions.start_values(choices)
+    for variable in program.problem.variables():
+        if variable.name in values:
+            variable.lowBound = variable.upBound = values[variable.name]
+    outcome = program.solve(gap=0.0, time_limit_s=20, seed=0)
+    return float(program.period.value()) if outcome.has_solution else None
+
+
+class TestTime:
+    def test_window_replay_and_program_agree_with_the_simulator_when_nothing_is_offloaded(self) -> None:
+        for profile, instance, choices in cases(False, offload=False):
+            simulated_s = replayed(profile, instance, choices).step_s
+            replay_s = WindowReplay(instance).evaluate(ChoiceBatch.of([choices])).step_s[0]
+            assert replay_s == pytest.approx(simulated_s, rel=5e-3)
+
+    def test_program_is_never_far_off(self) -> None:
+        for profile, instance, choices in cases(False, offload=False)[::3]:
+            period_s = fixed_period(instance, choices, PLENTY)
+            assert period_s == pytest.approx(replayed(profile, instance, choices).step_s, rel=0.05)
+
+    def test_bounds_are_below_every_plan(self) -> None:
+        for profile, instance, choices in cases(False, offload=True)[::3]:
+            simulated_s = replayed(profile, instance, choices).step_s
+            assert count_bound_s(instance, PLENTY, 2) <= simulated_s * (1 + 1e-9)
+            assert instance.compute_bound_s <= simulated_s * (1 + 1e-9)
+
+
+class TestExactClipping:
+    def test_no_update_starts_before_the_last_gradient_has_arrived(self) -> None:
+        profile = tiny_profile(3)
+        instance = Instance(profile, Candidate(1, 1))
+        choices = Choices(("streamed",) * 3, (0, 0, 0), 3)
+        frame = replayed(profile, instance, choices).to_frame().query("step == 3").set_index("op")
+        updates = frame[frame.index.str.startswith("update/")]
+        gradients = frame[frame.index.str.startswith("grads/")]
+        assert updates.start_s.min() >= gradients.end_s.max()
+        # 5 updates of 10 ms after the backward: the forward of block 0 waits for two of them and its upload.
+        period_s = fixed_period(instance, choices, PLENTY)
+        assert period_s == pytest.approx(replayed(profile, instance, choices).step_s, rel=0.02)

@@ -1,0 +1,216 @@
+"""``solve`` against brute force, by hand, and in what must always hold."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+from functools import cache
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+
+from lazysched.errors import InfeasibleError, UsageError
+from lazysched.lower import lower
+from lazysched.schemas import Curve, Profile, Timing
+from lazysched.solver import Solution, print_solution, simulate, solve
+from lazysched.solver.infeasible import MARGIN_BYTES
+from lazysched.solver.instance import STATE_CHOICES, Candidate, Instance, offload_limits
+from lazysched.solver.plans import Choices, make_plan
+from tests.solver.synthetic import CARD, FAST, SHAPE_3B, SHAPE_7B, large_profile, tiny_profile
+
+GAP = 0.01
+MB = 1_000_000
+
+
+def solved(profile: Profile, gpu_bytes: int, host_bytes: int = 1000 * MB, batch_size: int = 1) -> Solution:
+    return solve(
+        profile, batch_size=batch_size, gpu_memory_bytes=gpu_bytes, host_memory_bytes=host_bytes, gap=GAP,
+        time_limit_s=20,
+    )  # fmt: skip
+
+
+@cache
+def every_plan(num_blocks: int, tied: bool) -> list[tuple[float, int, int]]:
+    """(step time, GPU peak, host peak) of every plan there is for a batch of one row."""
+    profile = tiny_profile(num_blocks, tied=tied)
+    result = []
+    for depth in (1, 2):
+        instance = Instance(profile, Candidate(1, 1, depth, 1, offload_limits(profile, 1)[-1]))
+        for states in itertools.product(STATE_CHOICES, repeat=num_blocks):
+            for saves in itertools.product(*(range(len(options)) for options in instance.saves)):
+                for vocabulary in range(len(instance.vocabulary_options)):
+                    plan = make_plan(instance, Choices(states, saves, vocabulary), budget_bytes={}, clip_norm=1.0)
+                    timeline = simulate(lower(plan, profile.stages), profile, micro_batch=1, steps=4)
+                    result.append((timeline.step_s, timeline.peak_bytes["gpu"], timeline.peak_bytes["host"]))
+    return result
+
+
+class TestBruteForce:
+    @pytest.mark.parametrize("tied", [False, True])
+    def test_no_plan_is_faster_by_more_than_the_gap(self, tied: bool) -> None:
+        everything = every_plan(2, tied)
+        least = min(gpu for _, gpu, _ in everything)
+        for gpu_bytes in (least, least + 5 * MB, least + 15 * MB, least + 30 * MB, least + 100 * MB):
+            best_s = min(step for step, gpu, _ in everything if gpu <= gpu_bytes)
+            found_s = solved(tiny_profile(2, tied=tied), gpu_bytes).timeline.step_s
+            assert found_s <= best_s * (1 + GAP), f"budget {gpu_bytes}"
+
+    def test_with_a_tight_host(self) -> None:
+        everything = every_plan(2, tied=False)
+        for gpu_bytes, host_bytes in ((60 * MB, 40 * MB), (50 * MB, 50 * MB), (90 * MB, 20 * MB)):
+            fitting = [step for step, gpu, host in everything if gpu <= gpu_bytes and host <= host_bytes]
+            if not fitting:
+                with pytest.raises(InfeasibleError):
+                    solved(tiny_profile(2), gpu_bytes, host_bytes)
+                continue
+            assert solved(tiny_profile(2), gpu_bytes, host_bytes).timeline.step_s <= min(fitting) * (1 + GAP)
+
+    @pytest.mark.slow
+    def test_three_blocks(self) -> None:
+        everything = every_plan(3, tied=False)
+        least = min(gpu for _, gpu, _ in everything)
+        for gpu_bytes in range(least, least + 120 * MB, 10 * MB):
+            best_s = min(step for step, gpu, _ in everything if gpu <= gpu_bytes)
+            assert solved(tiny_profile(3), gpu_bytes).timeline.step_s <= best_s * (1 + GAP)
+
+
+class TestByHand:
+    def test_with_plenty_of_memory_nothing_waits_and_nothing_is_recomputed(self) -> None:
+        solution = solved(tiny_profile(3), 1000 * MB)
+        assert {solution.plan.stages[f"block.{i}"].save for i in range(3)} == {"all"}
+        # embedding 1 + 1, blocks 3 * (10 + 20), head 15 ms; updates and norms on the GPU take microseconds
+        assert solution.timeline.step_s == pytest.approx(0.107, rel=0.01)
+        assert sum(solution.timeline.exposed_s.values()) == pytest.approx(0, abs=1e-4)
+
+    def test_memory_for_one_more_kept_block_keeps_one_more(self) -> None:
+        # Slow link: nothing can leave; all states on the GPU, so that only the saved tensors compete for the rest.
+        profile = tiny_profile(3, link_bytes_per_s=1e7, saved_bytes=200 * MB)
+        full = solved(profile, 2000 * MB).timeline.peak_bytes["gpu"]
+        for kept in (1, 2, 3):
+            solution = solved(profile, full - (3 - kept) * 200 * MB, host_bytes=2000 * MB)
+            assert sum(solution.plan.stages[f"block.{i}"].save == "all" for i in range(3)) == kept
+
+    def test_accumulation_is_micro_batches_per_batch(self) -> None:
+        plan = solved(tiny_profile(2, micro_batches=(1, 2, 4)), 1000 * MB, batch_size=4).plan
+        assert plan.micro_batch * plan.accumulation == 4
+
+
+class TestAlways:
+    @settings(max_examples=8, deadline=None)
+    @given(extra=st.integers(0, 120), host=st.integers(60, 200), batch=st.sampled_from([1, 2, 4]))
+    def test_simulation_of_the_plan_keeps_the_budgets(self, extra: int, host: int, batch: int) -> None:
+        profile = tiny_profile(4, micro_batches=(1, 2))
+        try:
+            solution = solved(profile, (40 + extra) * MB, host * MB, batch)
+        except InfeasibleError:
+            return
+        plan = solution.plan
+        again = simulate(lower(plan, profile.stages), profile, micro_batch=plan.micro_batch, steps=4)
+        assert again.peak_bytes["gpu"] <= (40 + extra) * MB
+        assert again.peak_bytes["host"] <= host * MB
+        assert plan.predicted == again.prediction()
+        assert all(r.timeline is None or again.step_s <= r.timeline.step_s for r in solution.recipes)
+
+    def test_more_memory_is_never_slower(self) -> None:
+        profile = tiny_profile(4)
+        steps = [solved(profile, size * MB).timeline.step_s for size in (42, 50, 65, 80, 100, 130, 180)]
+        for less, more in itertools.pairwise(steps):
+            assert more <= less * (1 + GAP)
+
+    def test_same_seed_same_plan(self) -> None:
+        profile = tiny_profile(4)
+        first, second = (solved(profile, 70 * MB).plan for _ in range(2))
+        assert first.stages == second.stages
+
+    @pytest.mark.parametrize(
+        ("shape", "machine", "batch_size", "gpu_bytes"),
+        [(SHAPE_3B, FAST, 32, 20_000 * MB), (SHAPE_7B, CARD, 16, 24_000 * MB)],
+    )
+    def test_large_models_beat_every_recipe(self, shape, machine, batch_size, gpu_bytes) -> None:  # type: ignore[no-untyped-def]
+        profile = large_profile(shape, machine, 32, micro_batches=(4, 8))
+        solution = solved(profile, gpu_bytes, 200_000 * MB, batch_size)
+        report = solution.plan.solver
+        assert report is not None
+        assert report.bound_s <= report.objective_s
+        fitting = [r.timeline.step_s for r in solution.recipes if r.timeline is not None]
+        assert fitting
+        assert solution.timeline.step_s < min(fitting)
+        assert solution.timeline.peak_bytes["gpu"] <= gpu_bytes
+
+
+class TestInfeasible:
+    def test_says_which_budget_and_how_much(self) -> None:
+        least = min(gpu for _, gpu, _ in every_plan(2, tied=False))
+        with pytest.raises(
+            InfeasibleError, match=r"gpu needs 3 MB more than .* MB \(more host memory alone cannot help\)"
+        ) as e:
+            solved(tiny_profile(2), least - 3 * MB)
+        assert set(e.value.missing_bytes) == {"gpu"}
+        assert 3 * MB <= e.value.missing_bytes["gpu"] <= 3 * MB + MARGIN_BYTES
+
+    @settings(max_examples=6, deadline=None)
+    @given(gpu=st.integers(5, 60), host=st.integers(1, 60))
+    def test_adding_what_is_missing_makes_it_feasible(self, gpu: int, host: int) -> None:
+        profile = tiny_profile(3)
+        try:
+            solved(profile, gpu * MB, host * MB)
+        except InfeasibleError as error:
+            for tier, size in error.missing_bytes.items():
+                more = {"gpu": gpu * MB, "host": host * MB}
+                more[tier] += size
+                solved(profile, more["gpu"], more["host"])
+
+
+class TestRefusals:
+    def test_nvme(self) -> None:
+        with pytest.raises(UsageError, match="nvme: 5 bytes: placement on NVMe is not there yet; use 0"):
+            solve(tiny_profile(), batch_size=1, nvme_bytes=5)
+
+    def test_batch_that_no_micro_batch_divides(self) -> None:
+        with pytest.raises(UsageError, match=r"batch_size: 3 is no multiple of a profiled micro-batch \(2, 4\)"):
+            solve(tiny_profile(micro_batches=(2, 4)), batch_size=3)
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            ({"batch_size": 0}, "batch_size: 0"),
+            ({"batch_size": 1, "gpu_memory_bytes": -1}, "gpu_memory: -1 bytes"),
+            ({"batch_size": 1, "time_limit_s": 0}, "time_limit_s: 0"),
+            ({"batch_size": 1, "gap": 1.5}, "gap: 1.5"),
+        ],
+    )
+    def test_arguments(self, arguments: dict[str, int], message: str) -> None:
+        with pytest.raises(UsageError, match=message):
+            solve(tiny_profile(), **arguments)
+
+    def test_null_figures_are_named(self) -> None:
+        profile = tiny_profile()
+        links = {**profile.links, "d2h": Curve(reason="no GPU")}
+        with pytest.raises(UsageError, match=r"links\.d2h: not measured \(no GPU\)"):
+            solve(profile.model_copy(update={"links": links}), batch_size=1)
+        with pytest.raises(UsageError, match=r"free_bytes\.gpu: null; give --gpu-memory"):
+            solve(profile.model_copy(update={"free_bytes": {"gpu": None}}), batch_size=1)
+        broken = [
+            v.model_copy(update={"forward": Timing(median_s=None, reason="oom")}) for v in profile.variants["head"][1]
+        ]
+        variants = {**profile.variants, "head": {1: broken}}
+        with pytest.raises(UsageError, match=r"variants\.head\.1\.all: not measured \(oom\)"):
+            solve(profile.model_copy(update={"variants": variants}), batch_size=1)
+
+
+class TestSurroundings:
+    def test_report_shows_plan_prediction_and_recipes(self) -> None:
+        profile = tiny_profile(4)
+        console = Console(width=140)
+        with console.capture() as capture:
+            print_solution(solved(profile, 60 * MB), profile, console)
+        text = capture.get()
+        for expected in ("block.", "tokens/s", "gpu peak", "of 60 MB", "checkpoint every block", "lower bound"):
+            assert expected in text
+
+    def test_imports_no_torch(self) -> None:
+        code = "import sys, lazysched.solver; assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
+        subprocess.run([sys.executable, "-c", code], check=True)
