@@ -53,7 +53,6 @@ class _Lowering:
         self.num_saves = self.num_grads = 0
         self.fetches = self._fetch_order()
         self.fetch_index = {(stage.id, m): index for index, (stage, m) in enumerate(self.fetches)}
-        self.num_fetches = 0
 
     def run(self) -> Program:
         """The whole step."""
@@ -183,7 +182,7 @@ class _Lowering:
         layout, depth = self.layout, self.plan.prefetch_depth
         order: list[tuple[Stage, Phase]] = [(stage, "forward") for stage in layout.stages]
         if self.training:
-            order += [(stage, "backward") for stage in reversed(layout.blocks)]
+            order.extend((stage, "backward") for stage in reversed(layout.blocks))
         streamed = [(window, *use) for window, use in enumerate(order) if layout.streamed(use[0])]
         slots = assign_slots([stage.id for _, stage, _ in streamed], layout.num_slots)
         uploads: list[tuple[int, int, Stage, Phase]] = []
@@ -262,8 +261,8 @@ class _Lowering:
     def _head(self) -> None:
         layout, stage = self.layout, self.layout.head
         if self.training:
-            for _ in range(min(layout.num_slots, len(self.fetches))):
-                self._fetch_next()
+            for position in range(layout.num_slots):
+                self._fetch_for(position)
         for m in range(self.plan.accumulation):
             self._loss(m)
         if self.training:
@@ -297,24 +296,31 @@ class _Lowering:
         blocks = reversed(self.layout.blocks)
         return [(s, m) for s in blocks if self.layout.offloaded_bytes(s) for m in range(self.plan.accumulation)]
 
-    def _fetch_next(self) -> None:
-        if self.num_fetches == len(self.fetches):
+    def _fetch_for(self, position: int) -> None:
+        """Emit the fetch, if any, for the micro-batch at ``position`` of the backward pass.
+
+        The place depends on the position alone, so that a fetch needed late never stands before an upload needed soon.
+        """
+        back, m = divmod(position, self.plan.accumulation)
+        if back >= len(self.layout.blocks):
             return
-        stage, m = self.fetches[self.num_fetches]
+        stage = self.layout.blocks[-1 - back]
+        if not self.layout.offloaded_bytes(stage):
+            return
         self._emit(
             f"fetch/{stage.id}/{m}", "copy", "h2d", stage=stage.id, phase="backward", micro_batch=m,
             num_bytes=self.layout.offloaded_bytes(stage), reads=(f"host/saved/{stage.id}/{m}",),
-            writes=(self._fetched(self.num_fetches),),
+            writes=(self._fetched(self.fetch_index[stage.id, m]),),
         )  # fmt: skip
-        self.num_fetches += 1
 
     def _fetched(self, index: int) -> str:
         return f"gpu/fetched/slot{index % self.layout.num_slots}"
 
     def _backward_pass(self) -> None:
-        for stage in reversed(self.layout.blocks):
+        for back, stage in enumerate(reversed(self.layout.blocks)):
             for m in range(self.plan.accumulation):
                 self._backward(stage, m)
+                self._fetch_for(back * self.plan.accumulation + m + self.layout.num_slots)
             self._gradient_leaves(stage)
             self._issue_uploads()
         self._backward_embed()
@@ -335,8 +341,6 @@ class _Lowering:
             working_bytes=variant.working_backward_bytes,
             reads=tuple(reads), writes=(f"gpu/hidden_grad/{m}", self._gradient_target(stage)),
         )  # fmt: skip
-        if fetched:
-            self._fetch_next()
 
     def _backward_embed(self) -> None:
         layout, stage = self.layout, self.layout.embed

@@ -157,7 +157,11 @@ class Calls:
         self.arguments: list[dict[str, Any]] = []
         ids = torch.zeros(micro_batch, seq_len, dtype=torch.int64, device=device)
         embedded: list[torch.Tensor] = []
-        handle = architecture.embedding.register_forward_hook(lambda _m, _a, out: embedded.append(out))
+
+        def keep(_module: nn.Module, _inputs: Any, output: torch.Tensor) -> None:
+            embedded.append(output)
+
+        handle = architecture.embedding.register_forward_hook(keep)
         first = self._run(ids)
         handle.remove()
         self._embedding_alone = len(embedded) == 1 and first is embedded[0]

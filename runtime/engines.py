@@ -29,6 +29,7 @@ class Engines(Protocol):
 
     def mark(self) -> Mark:
         """The moment at which everything submitted to ``compute`` so far is done."""
+        ...
 
     def drain(self) -> None:
         """Wait for everything; raise what a worker raised."""
@@ -84,7 +85,11 @@ class CudaEngines:
                 stream.wait_event(done)
         with torch.cuda.stream(stream):
             work()
-        return stream.record_event() if signal else None
+        if not signal:
+            return None
+        event = torch.cuda.Event()
+        event.record(stream)
+        return event
 
     def mark(self) -> Mark:
         """A timed event behind everything on ``compute``."""
@@ -107,12 +112,12 @@ class CudaEngines:
 
 def seconds_between(earlier: Mark, later: Mark) -> float:
     """Time between two marks of one run; waits for the later one."""
-    if isinstance(earlier, float) or isinstance(later, float):
-        assert isinstance(earlier, float)
-        assert isinstance(later, float)
-        return later - earlier
-    later.synchronize()
-    return float(earlier.elapsed_time(later)) / 1e3
+    if isinstance(earlier, torch.cuda.Event) and isinstance(later, torch.cuda.Event):
+        later.synchronize()
+        return float(earlier.elapsed_time(later)) / 1e3
+    assert not isinstance(earlier, torch.cuda.Event)
+    assert not isinstance(later, torch.cuda.Event)
+    return later - earlier
 
 
 def _after_events(events: Sequence[torch.cuda.Event], work: Callable[[], None]) -> None:

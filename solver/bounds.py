@@ -53,7 +53,9 @@ class _Counts:
         self.groups = []
         for g, (key, (costs, options)) in enumerate(pairs.items()):
             saves = [problem.add_variable(f"n_{g}_{o}", 0) for o in range(len(options))]
-            states = {choice: problem.add_variable(f"s_{g}_{choice}", 0) for choice in STATE_CHOICES}
+            states: dict[StateChoice, pulp.LpVariable] = {
+                choice: problem.add_variable(f"s_{g}_{choice}", 0) for choice in STATE_CHOICES
+            }
             problem += pulp.lpSum(saves) == members[key]
             problem += pulp.lpSum(states.values()) == members[key]
             self.groups.append(_Group(costs, options, saves, states))

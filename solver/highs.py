@@ -42,7 +42,7 @@ class Outcome:
         return self.status in ("optimal", "feasible")
 
 
-class _WarmHighs(pulp.HiGHS):  # type: ignore[misc]  # PuLP has no types
+class _WarmHighs(pulp.HiGHS):  # PuLP has no types
     """``pulp.HiGHS`` that starts from given values of some variables."""
 
     start_values: Mapping[str, float] = {}
@@ -86,6 +86,7 @@ def solve_problem(
 
 def _outcome(problem: pulp.LpProblem, relaxed: bool) -> Outcome:
     model = problem.solverModel
+    assert model is not None
     status, info = model.getModelStatus(), model.getInfo()
     infeasible = (highspy.HighsModelStatus.kInfeasible, highspy.HighsModelStatus.kUnboundedOrInfeasible)
     if status in infeasible:

@@ -97,7 +97,7 @@ def explain(
             absent when growing those tiers cannot help.
         budget_bytes: the budgets.
     """
-    alone = {tier: missing[(tier,)][tier] for tier in TIERS if (tier,) in missing}
+    alone: dict[Tier, int] = {tier: missing[(tier,)][tier] for tier in TIERS if (tier,) in missing}
     if alone:
         wanted = " or ".join(_needs(tier, size, budget_bytes) for tier, size in alone.items())
         helpless = [tier for tier in TIERS if tier not in alone]

@@ -4,6 +4,9 @@ Engines work in order, and the order is that of ``Program.ops``. An operation st
 predecessors have finished, in this step or in the one before. Durations come from the profile by the operation's cost
 key. Nothing of the mixed-integer program is used here, so that the one can be held against the other.
 
+On a CPU all engines are one thread (``InlineEngines`` of the runtime): operations run one after the other, and whatever
+is not compute is exposed.
+
 A copy between host and GPU takes the curve measured with both directions busy as soon as the direction that moves less
 moves at least ``BUSY_SHARE`` of what the other one moves; otherwise the curve of its direction alone.
 """
@@ -79,7 +82,8 @@ def simulate(program: Program, profile: Profile, *, micro_batch: int, steps: int
     if steps < 2:
         raise UsageError(f"steps: {steps} is too few to see a steady step; use at least 2")
     durations = _Durations(program, profile, micro_batch)
-    replay = _Replay(program, {op.id: durations.seconds(op) for op in program.ops.values()})
+    duration_s = {op.id: durations.seconds(op) for op in program.ops.values()}
+    replay = _Replay(program, duration_s, in_line=profile.device == "cpu")
     for step in range(steps):
         replay.run_step(step)
     return Timeline(
@@ -148,9 +152,12 @@ class _Durations:
 class _Replay:
     """State of the replay: when each engine is free and when each operation last ended."""
 
-    def __init__(self, program: Program, duration_s: Mapping[str, float]) -> None:
-        self.ops = [(op.id, op.engine, duration_s[op.id]) for op in program.ops.values()]
-        self.engine_of = {op.id: op.engine for op in program.ops.values()}
+    def __init__(self, program: Program, duration_s: Mapping[str, float], in_line: bool) -> None:
+        self.in_line = in_line
+        self.ops: list[tuple[str, Engine, float]] = [
+            (op.id, op.engine, duration_s[op.id]) for op in program.ops.values()
+        ]
+        self.engine_of: dict[str, Engine] = {op.id: op.engine for op in program.ops.values()}
         self.predecessors = program.predecessors
         self.free_s: dict[Engine, float] = defaultdict(float)
         self.ends: list[dict[str, float]] = []
@@ -165,10 +172,13 @@ class _Replay:
         self.exposed_s = defaultdict(float)
         for op, engine, duration_s in self.ops:
             ready_s, last = self._ready(op, step)
-            start_s = max(ready_s, self.free_s[engine])
+            worker: Engine = "compute" if self.in_line else engine
+            start_s = max(ready_s, self.free_s[worker])
             if engine == "compute" and ready_s > self.free_s[engine] and last is not None:
                 self.exposed_s[last] += ready_s - self.free_s[engine]
-            ends[op] = self.free_s[engine] = start_s + duration_s
+            if worker != engine:
+                self.exposed_s[engine] += duration_s
+            ends[op] = self.free_s[worker] = start_s + duration_s
             self.intervals.append(Interval(op, engine, start_s, ends[op], step))
         self.compute_ends.append(self.free_s["compute"])
 

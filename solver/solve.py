@@ -270,7 +270,8 @@ class _Search:
         """The last resort: any plan that fits at all, or the explanation why there is none."""
         instances = [self._instance(c) for c in infeasible.memory_candidates(self.accumulations, self.limits)]
         missing: dict[tuple[Tier, ...], dict[Tier, int]] = {}
-        for elastic in (infeasible.TIERS, *((tier,) for tier in infeasible.TIERS)):
+        elastic_sets: list[tuple[Tier, ...]] = [infeasible.TIERS, *((tier,) for tier in infeasible.TIERS)]
+        for elastic in elastic_sets:
             nearest = infeasible.closest(instances, self._budgets, elastic, self.settings.seed)
             if nearest is None:
                 continue

@@ -51,6 +51,17 @@ class TestTime:
         first = timeline.to_frame().query("step == 0").set_index("op")
         assert first.loc["forward", "start_s"] == pytest.approx(0.010)
 
+    def test_on_a_cpu_everything_is_one_thread(self) -> None:
+        ops = [
+            op("load", "h2d", cost=UPLOAD, num_bytes=14 * MB),
+            op("forward", "compute", cost=FORWARD),
+            op("update", "cpu", cost=UPDATE, num_params=3 * MB),
+        ]
+        profile = tiny_profile().model_copy(update={"device": "cpu"})
+        timeline = simulate(program(ops, []), profile, micro_batch=1)
+        assert timeline.step_s == pytest.approx(0.014 + 0.010 + 0.030)
+        assert timeline.exposed_s == {"h2d": pytest.approx(0.014), "cpu": pytest.approx(0.030)}
+
     def test_the_next_step_waits_for_the_update_that_wraps(self) -> None:
         ops = [op("forward", "compute", cost=FORWARD), op("update", "cpu", cost=UPDATE, num_params=3 * MB)]
         edges = [("forward", "update", 0), ("update", "forward", 1)]
