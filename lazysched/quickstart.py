@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 
 # Sized so that everything after the install takes about two minutes on 2 CPU cores.
 SEQ_LEN = 256
-BATCH_SIZE = 4
-MICRO_BATCHES = (2, 4)
-NUM_STEPS = 12
+BATCH_SIZE = 2
+MICRO_BATCHES = (1, 2)
+NUM_STEPS = 10
 LEARNING_RATE = 5e-5
 WARMUP_RATIO = 0.1
-NUM_TRAIN_ROWS = 400
-NUM_HELD_OUT_ROWS = 40
+NUM_TRAIN_ROWS = 200
+NUM_HELD_OUT_ROWS = 12
 SEED = 42
 MAX_ROW_CHARACTERS = 560
 """Question and answer together: with the chat template no more than ``SEQ_LEN`` tokens, so that no row is cut."""

@@ -153,6 +153,7 @@ class _Search:
         self.found: dict[Candidate, Found] = {}
         self.bounds: dict[Candidate, float] = {}
         self.withheld_bytes: dict[Tier, int] = {"gpu": 0, "host": 0}
+        self.simulated: dict[Found, tuple[Plan, Timeline]] = {}
 
     def run(self) -> Solution:
         """All parts; tightens the budgets when the simulation of the winner exceeds them."""
@@ -161,7 +162,7 @@ class _Search:
             self._bound_all()
             self._descend()
             self._prove()
-            winner = self._judge()
+            winner = self._judge([found for _, found in compared if found is not None])
             if winner is not None:
                 return self._solution(*winner, compared)
             self.found.clear()
@@ -284,11 +285,15 @@ class _Search:
             raise TimeLimitError(f"no plan was found within {self.settings.time_limit_s:g} s; raise the time limit")
         raise infeasible.explain(missing, self.settings.budget_bytes)
 
-    def _judge(self) -> tuple[Found, Plan, Timeline] | None:
-        """Simulate the finalists; None when all exceed a budget, which is then tightened by the excess."""
+    def _judge(self, by_recipe: list[Found]) -> tuple[Found, Plan, Timeline] | None:
+        """Simulate the finalists; None when all exceed a budget, which is then tightened by the excess.
+
+        The recipes' plans are among them: the quick replay ranks plans, the simulation may rank them otherwise.
+        """
         best: tuple[Found, Plan, Timeline] | None = None
         excess: dict[Tier, int] = {}
-        for found in sorted(self.found.values(), key=lambda f: f.step_s)[:NUM_FINALISTS]:
+        finalists = sorted(self.found.values(), key=lambda f: f.step_s)[:NUM_FINALISTS]
+        for found in [*finalists, *(found for found in by_recipe if found not in finalists)]:
             plan, timeline = self._simulate(found)
             over = self._over_budget(timeline)
             if any(over.values()):
@@ -332,6 +337,11 @@ class _Search:
         return self.settings.time_limit_s - self._elapsed_s()
 
     def _simulate(self, found: Found) -> tuple[Plan, Timeline]:
+        if found not in self.simulated:
+            self.simulated[found] = self._lowered_and_simulated(found)
+        return self.simulated[found]
+
+    def _lowered_and_simulated(self, found: Found) -> tuple[Plan, Timeline]:
         plan = make_plan(
             self._instance(found.candidate), found.choices, budget_bytes=self.settings.budget_bytes,
             clip_norm=self.settings.clip_norm,
