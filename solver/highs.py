@@ -7,8 +7,12 @@ within one process silently yields no solution: the scheduler is reset before ev
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import math
-from collections.abc import Mapping
+import os
+import sys
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -47,12 +51,33 @@ class _WarmHighs(pulp.HiGHS):  # PuLP has no types
 
     start_values: Mapping[str, float] = {}
 
+    def createAndConfigureSolver(self, lp: Any) -> None:
+        with _silent_stdout():
+            super().createAndConfigureSolver(lp)
+
     def callSolver(self, lp: Any) -> None:
         if self.start_values:
             known = [variable for variable in lp.variables() if variable.name in self.start_values]
             values = [self.start_values[variable.name] for variable in known]
             lp.solverModel.setSolution(len(known), [variable.index for variable in known], values)
         lp.solverModel.run()
+
+
+@contextlib.contextmanager
+def _silent_stdout() -> Iterator[None]:
+    """Drop what C code prints: HiGHS shows a banner as it is made, before any option can be set."""
+    flush = ctypes.CDLL(None).fflush
+    sys.stdout.flush()
+    flush(None)
+    kept, null = os.dup(1), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 1)
+    try:
+        yield
+    finally:
+        flush(None)
+        os.dup2(kept, 1)
+        os.close(null)
+        os.close(kept)
 
 
 def solve_problem(

@@ -57,3 +57,11 @@ class TestOutcome:
         start = {item.name: float(round(item.value())) for item in items}
         again = solve_problem(problem, gap=0.5, time_limit_s=10, seed=0, start_values=start)
         assert again.objective <= best.objective + 1e-6
+
+
+def test_nothing_is_printed(capfd: pytest.CaptureFixture[str]) -> None:
+    problem, _ = knapsack(5, 100)
+    solve_problem(problem, gap=0.0, time_limit_s=10, seed=0)
+    captured = capfd.readouterr()
+    assert captured.out == ""
+    assert captured.err == ""
