@@ -7,18 +7,17 @@ import json
 import os
 import platform
 import subprocess
-import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 RESULTS = Path(__file__).parent / "results"
 
 
-def make_row(case: str, metric: str, value: float | None, unit: str, machine: str) -> dict[str, object]:
-    """One row; ``value`` is null where nothing was measured."""
+def make_row(case: str, metric: str, value: float | None, unit: str, machine: str, command: str) -> dict[str, object]:
+    """One row; ``value`` is null where nothing was measured, ``command`` makes the figure again."""
     return {
         "case": case, "metric": metric, "value": value, "unit": unit, "machine": machine, "versions": _versions(),
-        "command": " ".join(["python", *sys.argv]), "commit": _commit(),
+        "command": command, "commit": _commit(),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
     }  # fmt: skip
 

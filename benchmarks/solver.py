@@ -75,7 +75,8 @@ def measure(case: Case, machine: str) -> list[dict[str, object]]:
         ("combinations searched", float(sum(tried.step_s is not None for tried in solution.tried)), ""),
     ]
     print(case.name, {name: round(value, 3) for name, value, _ in figures}, flush=True)
-    return [make_row(case.name, name, value, unit, machine) for name, value, unit in figures]
+    command = "python benchmarks/solver.py"
+    return [make_row(case.name, name, value, unit, machine, command) for name, value, unit in figures]
 
 
 def _best_recipe_s(solution: Solution) -> float:

@@ -77,7 +77,6 @@ def main() -> None:
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--smoke", action="store_true", help="the smallest case, nothing is saved")
     parser.add_argument("--host-memory-gb", type=float, default=None)
-    parser.add_argument("--stream-weights", action="store_true", help="stream every block whatever the plan says")
     parser.add_argument("--save-profile", type=Path, default=None)
     parser.add_argument("--results", type=Path, default=None, help="folder of step.json")
     arguments = parser.parse_args()
@@ -111,7 +110,8 @@ def run(case: Case, arguments: argparse.Namespace) -> list[dict[str, object]]:
     print_solution(solution, measured, Console(width=120))
     figures = measure(case, solution.plan, config, measured, device)
     figures["profile_s"] = (profile_s, "s")
-    return [make_row(case.name, metric, value, unit, measured.hardware_id) for metric, (value, unit) in figures.items()]
+    command, where = f"python benchmarks/step.py --case {case.name}", measured.hardware_id
+    return [make_row(case.name, metric, value, unit, where, command) for metric, (value, unit) in figures.items()]
 
 
 def measure(

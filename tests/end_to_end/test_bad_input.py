@@ -120,13 +120,16 @@ def test_plan_with_an_unknown_key(files: Files, capsys: pytest.CaptureFixture[st
 
 
 def test_plan_whose_saved_bytes_are_wrong(files: Files, capsys: pytest.CaptureFixture[str]) -> None:
+    measured = json.loads(files.profile.read_text())["variants"]["LlamaDecoderLayer"]
+
     def spoil(plan: dict) -> None:
-        for choice in plan["stages"].values():
-            if choice["save"] == "all" and choice["saved_tiers"]:
-                choice.update(saved_tiers={"intermediates": "gpu"})
-        for variant in plan["variants"].values():
-            if "intermediates" in variant["saved"]:
-                variant["saved"]["intermediates"] += 256
+        variants = measured[str(plan["micro_batch"])]
+        variant = next(variant for variant in variants if variant["name"] == "all")
+        variant["saved"]["intermediates"] += 256
+        plan["variants"]["LlamaDecoderLayer:all"] = variant
+        for stage, choice in plan["stages"].items():
+            if stage.startswith("block."):
+                choice.update(save="all", saved_tiers={"intermediates": "gpu"})
 
     edit(files.plan, spoil)
     assert train(files) == 1

@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -165,7 +165,10 @@ def test_profile_passes_every_micro_batch_and_writes(in_tmp: Path, monkeypatch: 
 
 
 def test_train_passes_the_plan_and_its_flags(in_tmp: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = Calls()
+    result = SimpleNamespace(
+        measured_step_s=None, predicted_step_s=1.5, peak_bytes={}, held_out_loss_before=None, output_dir="out"
+    )
+    run = Calls(result)
     replace_module(monkeypatch, "lazysched.runtime.train", train=run)
     assert main([*TRAIN, "--plan", "plan.json", "--max-steps", "3", "--learning_rate", "1e-4"]) == 0
     assert run.positional == (PLAN,)
