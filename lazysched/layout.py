@@ -12,6 +12,8 @@ from lazysched.schemas import BYTES_PER_ELEMENT, Plan, SaveVariant, Stage, Stage
 
 MASTER_BYTES = 4
 """fp32 accumulators and master weights."""
+SCALE_ELEMENTS = 5
+"""Factor, gradient norm, loss, skip, number of updates: what a step's end makes, fp32."""
 
 
 class Layout:
@@ -53,6 +55,15 @@ class Layout:
     def streamed(self, stage: Stage) -> bool:
         """Whether a block's weights pass through the shared slots."""
         return stage.is_block and self.choice(stage).weights == "host"
+
+    def has_own_weights(self, stage: Stage) -> bool:
+        """Whether a GPU buffer of its own holds the stage's weights."""
+        return not self.streamed(stage) and (stage.is_block or not self.shared_vocabulary_slot)
+
+    @property
+    def batch_bytes(self) -> int:
+        """Token ids and targets of a step, int64."""
+        return 2 * 8 * self.plan.batch_size * self.plan.seq_len
 
     def on_host(self, stage: Stage) -> bool:
         """Whether the host holds the stage's optimizer state and updates it."""

@@ -12,13 +12,13 @@ Uploads, downloads and fetches stand in that list where they may start; dependen
 from __future__ import annotations
 
 import hashlib
-from collections import defaultdict
 from collections.abc import Sequence
 
 from lazysched.hazards import dependency_edges
-from lazysched.layout import MASTER_BYTES, Layout
+from lazysched.layout import MASTER_BYTES, SCALE_ELEMENTS, Layout
 from lazysched.schemas import Buffer, Engine, Op, OpKind, Phase, Plan, Program, Stage, Tier
-from lazysched.weight_slots import assign_slots
+from lazysched.static_buffers import static_buffer_sizes
+from lazysched.uploads import Uploads
 
 GPU_UPDATE_CHUNK = 1 << 24
 """Elements that a GPU update converts to fp32 at a time."""
@@ -47,8 +47,7 @@ class _Lowering:
         self.training = training
         self.ops: dict[str, Op] = {}
         self.buffers: dict[str, Buffer] = {}
-        self.slot_of: dict[tuple[str, Phase], int] = {}
-        self.pending_uploads: dict[int, list[tuple[Stage, Phase]]] = defaultdict(list)
+        self.uploads = Uploads(layout, training)
         self.window = -1
         self.num_saves = self.num_grads = 0
         self.fetches = self._fetch_order()
@@ -56,9 +55,10 @@ class _Lowering:
 
     def run(self) -> Program:
         """The whole step."""
-        self._declare_static()
-        self._schedule_uploads()
-        self._emit("batch", "copy", "h2d", reads=("host/batch",), writes=("gpu/batch",), num_bytes=self._batch_bytes())
+        for buffer_id, num_bytes in static_buffer_sizes(self.layout, self.training).items():
+            self._buffer(buffer_id, num_bytes)
+        batch_bytes = self.layout.batch_bytes
+        self._emit("batch", "copy", "h2d", reads=("host/batch",), writes=("gpu/batch",), num_bytes=batch_bytes)
         self._forward_pass()
         self._head()
         if self.training:
@@ -112,99 +112,15 @@ class _Lowering:
     def _batch_bytes(self) -> int:
         return 2 * 8 * self.plan.batch_size * self.plan.seq_len  # tokens and targets, int64
 
-    # ---- what exists all the time
-
-    def _declare_static(self) -> None:
-        layout = self.layout
-        for place in ("host", "gpu"):
-            self._buffer(f"{place}/batch", self._batch_bytes())
-            self._buffer(f"{place}/scale", 4 * 3)
-        self._buffer("gpu/loss", 4)
-        self._buffer("gpu/norms", 4 * sum(len(stage.params) for stage in layout.stages))
-        for stage in layout.stages:
-            self._declare_stage(stage)
-        slot_bytes = max((s.weight_bytes for s in layout.blocks if layout.streamed(s)), default=0)
-        if slot_bytes:
-            for slot in range(layout.num_slots):
-                self._buffer(f"gpu/weights/slot{slot}", slot_bytes)
-        if layout.shared_vocabulary_slot:
-            self._buffer("gpu/weights/vocabulary", max(layout.embed.weight_bytes, layout.head.weight_bytes))
-        if self.training:
-            self._declare_gradients()
-
-    def _declare_stage(self, stage: Stage) -> None:
-        layout, size = self.layout, stage.weight_bytes
-        if self._weights(stage, "forward") == f"gpu/weights/{stage.id}":
-            self._buffer(f"gpu/weights/{stage.id}", size)
-        place = "host" if layout.on_host(stage) else "gpu"
-        if place == "host":
-            self._buffer(f"host/weights/{stage.id}", size)
-        if self.training:
-            self._buffer(f"{place}/grads/{stage.id}", size)
-        self._buffer(f"{place}/state/{stage.id}", layout.state_bytes(stage))
-
-    def _declare_gradients(self) -> None:
-        layout = self.layout
-        host_blocks = [s.weight_bytes for s in layout.blocks if layout.on_host(s)]
-        if host_blocks:
-            for slot in range(self.plan.d2h_lag + 1):
-                self._buffer(f"gpu/grads/slot{slot}", max(host_blocks))
-        host_ends = [s.weight_bytes for s in (layout.embed, layout.head) if layout.on_host(s)]
-        if host_ends:
-            self._buffer("gpu/grads/vocabulary", max(host_ends))
-        accumulators: dict[str, int] = defaultdict(int)
-        for stage in layout.stages:
-            if layout.accumulates(stage):
-                key = layout.accumulator(stage)
-                accumulators[key] = max(accumulators[key], MASTER_BYTES * layout.elements(stage))
-        if layout.tied:
-            accumulators["gpu/accumulator/shared"] = MASTER_BYTES * layout.elements(layout.embed)
-        for buffer_id, size in accumulators.items():
-            self._buffer(buffer_id, size)
-        if layout.outgoing_bytes():
-            for slot in range(self.plan.d2h_lag + 1):
-                self._buffer(f"gpu/outgoing/slot{slot}", layout.outgoing_bytes())
-            for slot in range(layout.num_slots):
-                self._buffer(f"gpu/fetched/slot{slot}", layout.outgoing_bytes())
-
     # ---- weights
-
-    def _weights(self, stage: Stage, phase: Phase) -> str:
-        """Buffer that holds the stage's weights in ``phase``."""
-        if self.layout.streamed(stage):
-            return f"gpu/weights/slot{self.slot_of.get((stage.id, phase), 0)}"
-        if not stage.is_block and self.layout.shared_vocabulary_slot:
-            return "gpu/weights/vocabulary"
-        return f"gpu/weights/{stage.id}"
-
-    def _schedule_uploads(self) -> None:
-        """Say after which window (position in the order of stages) each upload may be issued; -1 is the start."""
-        layout, depth = self.layout, self.plan.prefetch_depth
-        order: list[tuple[Stage, Phase]] = [(stage, "forward") for stage in layout.stages]
-        if self.training:
-            order.extend((stage, "backward") for stage in reversed(layout.blocks))
-        streamed = [(window, *use) for window, use in enumerate(order) if layout.streamed(use[0])]
-        slots = assign_slots([stage.id for _, stage, _ in streamed], layout.num_slots)
-        uploads: list[tuple[int, int, Stage, Phase]] = []
-        for (window, stage, phase), use in zip(streamed, slots, strict=True):
-            self.slot_of[stage.id, phase] = use.slot
-            if use.upload:
-                free = streamed[use.free_after][0] if use.free_after >= 0 else -1
-                uploads.append((max(free, window - depth - 1), window, stage, phase))
-        for window, stage in enumerate(layout.stages):
-            if not layout.streamed(stage) and layout.on_host(stage):
-                free = 0 if stage is layout.head and layout.shared_vocabulary_slot else -1
-                uploads.append((max(free, window - depth - 1), window, stage, "forward"))
-        for after, _, stage, phase in sorted(uploads, key=lambda upload: upload[:2]):
-            self.pending_uploads[max(after, -1)].append((stage, phase))
 
     def _issue_uploads(self) -> None:
         """Emit the uploads that may follow the window just finished, and go on to the next."""
-        for stage, phase in self.pending_uploads.pop(self.window, []):
+        for stage, phase in self.uploads.after.get(self.window, []):
             self._emit(
                 f"load/{stage.id}/{phase}", "copy", "h2d", stage=stage.id, phase=phase,
                 num_bytes=stage.weight_bytes, reads=(f"host/weights/{stage.id}",),
-                writes=(self._weights(stage, phase),),
+                writes=(self.uploads.weights(stage, phase),),
             )  # fmt: skip
         self.window += 1
 
@@ -233,7 +149,7 @@ class _Lowering:
             op_id, "forward", "compute", stage=stage.id, phase="forward", micro_batch=m,
             cost=("variant", stage.structure, variant.name, "forward"),
             working_bytes=variant.working_forward_bytes,
-            reads=(source, self._weights(stage, "forward")), writes=tuple(writes),
+            reads=(source, self.uploads.weights(stage, "forward")), writes=tuple(writes),
         )  # fmt: skip
         last = self._last_use_of_input(after, m)
         self._buffer(f"gpu/input/{after.id}/{m}", layout.hidden_bytes, op_id, last)
@@ -275,10 +191,10 @@ class _Lowering:
         layout, stage = self.layout, self.layout.head
         variant = layout.variants[stage.id]
         op_id, phase = f"loss/head/{m}", "backward" if self.training else "forward"
-        reads = [f"gpu/input/head/{m}", "gpu/batch", self._weights(stage, "forward")]
+        reads = [f"gpu/input/head/{m}", "gpu/batch", self.uploads.weights(stage, "forward")]
         writes = ["gpu/loss"]
         if layout.tied:
-            reads.append(self._weights(layout.embed, "forward"))
+            reads.append(self.uploads.weights(layout.embed, "forward"))
         if self.training:
             writes += [f"gpu/hidden_grad/{m}", layout.accumulator(stage)]
             writes += ["gpu/accumulator/shared"] if layout.tied else []
@@ -327,7 +243,7 @@ class _Lowering:
 
     def _backward(self, stage: Stage, m: int) -> None:
         layout, variant, choice = self.layout, self.layout.variants[stage.id], self.layout.choice(stage)
-        reads = [self._weights(stage, "backward")]
+        reads = [self.uploads.weights(stage, "backward")]
         if choice.input_tier == "gpu":
             reads.append(f"gpu/input/{stage.id}/{m}")
         if layout.kept_bytes(stage):
@@ -395,7 +311,14 @@ class _Lowering:
         """Loss, gradient norm and clip factor, three fp32 numbers, made on the GPU and sent to the host."""
         reads = ("gpu/norms", "gpu/loss") if self.training else ("gpu/loss",)
         self._emit("scale", "scale", "compute", reads=reads, writes=("gpu/scale",))
-        self._emit("scale/copy", "copy", "d2h", reads=("gpu/scale",), writes=("host/scale",), num_bytes=12)
+        self._emit(
+            "scale/copy",
+            "copy",
+            "d2h",
+            reads=("gpu/scale",),
+            writes=("host/scale",),
+            num_bytes=MASTER_BYTES * SCALE_ELEMENTS,
+        )
 
     def _updates(self) -> None:
         self._scale()

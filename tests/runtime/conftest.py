@@ -1,15 +1,5 @@
-from __future__ import annotations
+"""Tiny tensors only."""
 
-from collections.abc import Iterator
+from tests.one_thread import one_thread
 
-import pytest
-import torch
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tiny tensors gain nothing from threads, which wait for each other on a busy machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+__all__ = ["one_thread"]

@@ -1,0 +1,56 @@
+"""The buffers of a program that exist all the time, with their sizes; what a step makes and drops is not among them."""
+
+from __future__ import annotations
+
+from lazysched.layout import MASTER_BYTES, SCALE_ELEMENTS, Layout
+from lazysched.schemas import Stage
+
+
+def static_buffer_sizes(layout: Layout, training: bool) -> dict[str, int]:
+    """Buffer id -> bytes."""
+    sizes = {"gpu/loss": MASTER_BYTES, "gpu/norms": MASTER_BYTES * sum(len(stage.params) for stage in layout.stages)}
+    for place in ("host", "gpu"):
+        sizes[f"{place}/batch"] = layout.batch_bytes
+        sizes[f"{place}/scale"] = MASTER_BYTES * SCALE_ELEMENTS
+    for stage in layout.stages:
+        sizes |= _of_stage(layout, stage, training)
+    slot_bytes = max((stage.weight_bytes for stage in layout.blocks if layout.streamed(stage)), default=0)
+    sizes |= _slots("gpu/weights", layout.num_slots, slot_bytes)
+    if layout.shared_vocabulary_slot:
+        sizes["gpu/weights/vocabulary"] = max(layout.embed.weight_bytes, layout.head.weight_bytes)
+    if training:
+        sizes |= _gradients(layout)
+        sizes |= _slots("gpu/outgoing", layout.plan.d2h_lag + 1, layout.outgoing_bytes())
+        sizes |= _slots("gpu/fetched", layout.num_slots, layout.outgoing_bytes())
+    return sizes
+
+
+def _slots(prefix: str, count: int, num_bytes: int) -> dict[str, int]:
+    return {f"{prefix}/slot{slot}": num_bytes for slot in range(count)} if num_bytes else {}
+
+
+def _of_stage(layout: Layout, stage: Stage, training: bool) -> dict[str, int]:
+    """Weights, gradient and optimizer state where they live, and the stage's own buffer on the GPU if it has one."""
+    place = "host" if layout.on_host(stage) else "gpu"
+    sizes = {f"{place}/weights/{stage.id}": stage.weight_bytes, f"{place}/state/{stage.id}": layout.state_bytes(stage)}
+    if layout.has_own_weights(stage):
+        sizes[f"gpu/weights/{stage.id}"] = stage.weight_bytes
+    if training:
+        sizes[f"{place}/grads/{stage.id}"] = stage.weight_bytes
+    return sizes
+
+
+def _gradients(layout: Layout) -> dict[str, int]:
+    """Accumulators, and what holds rounded gradients until they have left."""
+    host_blocks = [stage.weight_bytes for stage in layout.blocks if layout.on_host(stage)]
+    sizes = _slots("gpu/grads", layout.plan.d2h_lag + 1, max(host_blocks, default=0))
+    host_ends = [stage.weight_bytes for stage in (layout.embed, layout.head) if layout.on_host(stage)]
+    if host_ends:
+        sizes["gpu/grads/vocabulary"] = max(host_ends)
+    for stage in layout.stages:
+        if layout.accumulates(stage):
+            key = layout.accumulator(stage)
+            sizes[key] = max(sizes.get(key, 0), MASTER_BYTES * layout.elements(stage))
+    if layout.tied:
+        sizes["gpu/accumulator/shared"] = MASTER_BYTES * layout.elements(layout.embed)
+    return sizes
