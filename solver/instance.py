@@ -12,12 +12,13 @@ from functools import cached_property
 from typing import Literal
 
 from lazysched.errors import UsageError
+from lazysched.layout import MASTER_BYTES, SCALE_ELEMENTS
+from lazysched.lower import GPU_UPDATE_CHUNK
 from lazysched.schemas import BYTES_PER_ELEMENT, Curve, Profile, SaveVariant, Stage, Tier
 
 GB = 1e9
-MASTER_BYTES = 4
-GPU_UPDATE_CHUNK = 1 << 24
-"""Elements that an update on the GPU converts at a time, as in ``lower``."""
+
+
 CHECKED_LINKS = ("h2d", "d2h", "gpu")
 """Links whose curve every plan needs."""
 
@@ -142,7 +143,7 @@ class Instance:
     def gpu_constant_gb(self) -> float:
         """Batch, norms and accumulators."""
         num_tensors = sum(len(stage.params) for stage in self.profile.stages)
-        small = self.batch_gb + (4 * num_tensors + 4 + 12) / GB
+        small = self.batch_gb + MASTER_BYTES * (num_tensors + 1 + SCALE_ELEMENTS) / GB
         if self.candidate.accumulation > 1:
             small += max(block.accumulator_gb for block in self.blocks)
         if self.tied:
@@ -157,7 +158,7 @@ class Instance:
     @cached_property
     def host_constant_gb(self) -> float:
         """Batch and the clip factor."""
-        return self.batch_gb + 12 / GB
+        return self.batch_gb + MASTER_BYTES * SCALE_ELEMENTS / GB
 
     @cached_property
     def vocabulary_options(self) -> tuple[VocabularyOption, ...]:
