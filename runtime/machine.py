@@ -69,7 +69,7 @@ def configure_allocator(device: torch.device, budget_bytes: int | None = None) -
 
     Args:
         device: nothing happens unless it is a CUDA device.
-        budget_bytes: most bytes that this process may take on the GPU, the driver's context included.
+        budget_bytes: most bytes that this process may take on the GPU, the driver's context included; None: all.
     """
     if device.type != "cuda":
         return
@@ -77,10 +77,10 @@ def configure_allocator(device: torch.device, budget_bytes: int | None = None) -
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
     else:
         torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+    share = 1.0  # an earlier run in this process may have left a smaller one
     if budget_bytes is not None:
-        total_bytes = torch.cuda.mem_get_info(device)[1]
-        share = (budget_bytes - context_bytes(device)) / total_bytes
-        torch.cuda.set_per_process_memory_fraction(min(1.0, max(share, 0.0)))
+        share = (budget_bytes - context_bytes(device)) / torch.cuda.mem_get_info(device)[1]
+    torch.cuda.set_per_process_memory_fraction(min(1.0, max(share, 0.0)))
 
 
 def rss_bytes() -> int:
