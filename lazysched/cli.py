@@ -44,12 +44,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: arguments without the program's name; null takes those of the process.
     """
+    arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        code = app(args=argv, prog_name="lazysched", standalone_mode=False)
+        code = app(args=arguments or ["--help"], prog_name="lazysched", standalone_mode=False)
     except LazyschedError as error:
         return _report(str(error), error.exit_code)
     except TyperException as error:
-        return _report(f"{error.format_message()}; see --help of the command", error.exit_code)
+        return _report(f"{error.format_message().rstrip('.')}; see --help of the command", error.exit_code)
     # typer turns Ctrl-C into the code 130, or into Abort where it asked something.
     except typer.Abort:
         code = INTERRUPTED
@@ -113,6 +114,8 @@ def profile(
         storage_dir=None if storage is None else str(storage),
     )
     measured.save(output)
+    for warning in measured.doubts():
+        Console(stderr=True).print(f"warning: {warning}", highlight=False, soft_wrap=True)
     Console().print(f"wrote {output}", highlight=False)
 
 
@@ -160,7 +163,7 @@ def train(
     plan: Annotated[Path, typer.Option(help="What `lazysched solve` wrote.")],
     model: Annotated[str, typer.Option(help="The model that was profiled.")],
     data: Annotated[str, typer.Option(help="JSON or JSONL file.")],
-    output_dir: Annotated[str, typer.Option(help="Folder for the trained model.")],
+    output_dir: Annotated[str, typer.Option(help="Folder for the trained model; one of an earlier run is replaced.")],
     eval_data: Annotated[str | None, typer.Option(help="Held-out rows; loss before and after.")] = None,
     init: Annotated[Literal["pretrained", "random"], typer.Option(help="Where the weights start.")] = "pretrained",
     device: DeviceOption = "auto",
@@ -214,7 +217,7 @@ def quickstart(
     output_dir: Annotated[Path, typer.Option(help="Folder for data, profile, plan and model.")] = Path("quickstart"),
     device: DeviceOption = "auto",
 ) -> None:
-    """Profile, solve and train a small real model on generated word problems, in about two minutes."""
+    """Profile, solve and train a small real model on generated word problems, in a few minutes."""
     from lazysched.quickstart import run_quickstart
 
     run_quickstart(output_dir, device=_explicit(device), console=Console())

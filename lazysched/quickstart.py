@@ -59,6 +59,8 @@ def run_quickstart(output_dir: Path, *, device: str | None, console: Console) ->
         model, device=device, dtype=None, seq_len=SEQ_LEN, micro_batches=MICRO_BATCHES, storage_dir=str(output_dir)
     )
     measured.save(output_dir / "profile.json")
+    for warning in measured.doubts():
+        console.print(f"warning: {warning}", highlight=False, soft_wrap=True)
     console.print(f"3/4 solve: {BATCH_SIZE} rows a step", highlight=False)
     solution = solve(measured, batch_size=BATCH_SIZE, gpu_memory_bytes=None, host_memory_bytes=None, seed=SEED)
     print_solution(solution, measured, console)

@@ -7,7 +7,7 @@ import re
 from lazysched.errors import UsageError
 
 _FACTORS = {
-    "": 1, "B": 1,
+    "B": 1,
     "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
     "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12,
     "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40,
@@ -19,13 +19,15 @@ def parse_bytes(text: str, field: str = "size") -> int:
     """Bytes of ``"24GB"``, ``"1.5 GiB"`` or ``"0"``.
 
     Args:
-        text: a number with an optional unit (B, KB, MB, GB, TB or KiB, MiB, GiB, TiB).
+        text: a number with a unit (B, KB, MB, GB, TB or KiB, MiB, GiB, TiB); 0 needs none.
         field: the name that an error shows.
 
     Raises:
         UsageError: the text is not such a quantity.
     """
     match = _PATTERN.fullmatch(text)
+    if match and not match.group(2) and float(match.group(1)) == 0:
+        return 0
     factor = _FACTORS.get(match.group(2).upper()) if match else None
     if match is None or factor is None:
         raise UsageError(f"{field}: {text!r} is not a size; write for example 24GB or 22.5GiB")

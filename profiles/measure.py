@@ -70,6 +70,9 @@ def profile(
     """
     settings = _checked(device, dtype, seq_len, micro_batches, storage_dir, loss_chunk_tokens, repeats)
     config = resolve_model(model).config
+    longest = getattr(config, "max_position_embeddings", None)
+    if longest is not None and seq_len > longest:
+        raise UsageError(f"seq_len: {seq_len} is beyond the model's max_position_embeddings {longest}; use less")
     configure_allocator(settings.device)
     return _Profiling(config, settings).run()
 

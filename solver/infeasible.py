@@ -107,7 +107,7 @@ def explain(
         both = missing[TIERS]
         wanted = " and ".join(_needs(tier, size, budget_bytes) for tier, size in both.items() if size > 0)
         note, flags = " (neither alone can help)", " and ".join(_FLAGS[tier] for tier in TIERS)
-    message = f"no plan fits: {wanted}{note}; lower --micro-batch/--seq-len or raise {flags}"
+    message = f"no plan fits: {wanted}{note}; raise {flags}, or profile a smaller --micro-batch or --seq-len"
     return InfeasibleError(message, {str(tier): size for tier, size in alone.items()})
 
 

@@ -41,11 +41,11 @@ class Rule:
 
 GREEDY_RESIDENCY = ((GPU, STREAMED), (RESIDENT, STREAMED))
 RULES = (
-    Rule("keep everything", True, "gpu", GREEDY_RESIDENCY),
+    Rule("keep all activations", True, "gpu", GREEDY_RESIDENCY),
     Rule("checkpoint every block", False, "gpu", GREEDY_RESIDENCY),
     Rule("checkpoint every block, inputs on host", False, "host", GREEDY_RESIDENCY),
     Rule("weights on gpu, states on host", False, "gpu", ((RESIDENT, RESIDENT),)),
-    Rule("everything on gpu", True, "gpu", ((GPU, GPU),), free_save=True),
+    Rule("all blocks on gpu", True, "gpu", ((GPU, GPU),), free_save=True),
 )
 
 

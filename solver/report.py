@@ -23,6 +23,8 @@ def print_solution(solution: Solution, profile: Profile, console: Console) -> No
         console: where to print.
     """
     plan, timeline = solution.plan, solution.timeline
+    if profile.device == "cpu":
+        console.print("no GPU: the tiers gpu and host are the same memory here, each is given half of it")
     console.print(_stages_table(plan))
     console.print(_prediction_table(plan, timeline))
     console.print(_recipes_table(solution))

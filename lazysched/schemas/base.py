@@ -71,10 +71,23 @@ class Document(Schema):
                 f"{origin}: version: {version!r} is not supported, this lazysched reads {expected}; "
                 f"make the file again with this version"
             )
+        _refuse_other_kind(cls.__name__, data, origin)
         try:
             return cls.model_validate(data)
         except ValidationError as error:
             raise UsageError(f"{origin}: {_first_problem(error)}") from None
+
+
+_TELLING_KEYS = {"Profile": "links", "Plan": "micro_batch", "Program": "ops"}
+
+
+def _refuse_other_kind(expected: str, data: Any, origin: str) -> None:
+    """Say so when ``data`` is a document of another kind, instead of listing what it lacks."""
+    if not isinstance(data, dict):
+        raise UsageError(f"{origin}: holds no object; name the {expected.lower()} that lazysched wrote")
+    for kind, key in _TELLING_KEYS.items():
+        if kind != expected and key in data and _TELLING_KEYS.get(expected) not in data:
+            raise UsageError(f"{origin}: is a {kind.lower()}, not a {expected.lower()}; name the other file")
 
 
 def _read(path: Path) -> Any:
@@ -94,7 +107,7 @@ def _read(path: Path) -> Any:
 def _first_problem(error: ValidationError) -> str:
     """The first problem of a validation as ``field: value: what is wrong``."""
     problem = error.errors(include_url=False)[0]
-    where = ".".join(str(part) for part in problem["loc"]) or "document"
+    where = ".".join(str(part) for part in problem["loc"])
     more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
     if problem["type"] == "extra_forbidden":
         return f"{where}: unknown key; remove it or check its spelling{more}"
@@ -102,4 +115,4 @@ def _first_problem(error: ValidationError) -> str:
         return f"{where}: missing; add it or make the file again{more}"
     message = problem["msg"].removeprefix("Value error, ")
     shown = "" if isinstance(problem["input"], dict | list) else f" is {problem['input']!r}:"
-    return f"{where}:{shown} {message}{more}"
+    return f"{where}:{shown} {message}{more}" if where else f"{message}{more}"

@@ -10,6 +10,9 @@ from pydantic import Field, model_validator
 from lazysched.schemas.base import Document, Dtype, Schema, Tier
 from lazysched.schemas.model import Stage
 
+NOISY_SPREAD = 0.25
+"""Interquartile range over median above which a figure is in doubt."""
+
 
 class Timing(Schema):
     """Median over repeats, or null with a reason."""
@@ -160,3 +163,20 @@ class Profile(Document):
     """Reserved over allocated GPU bytes, minus 1, seen while measuring."""
     notes: dict[str, str] = Field(default_factory=dict)
     """Versions, device names, and what a reader should know."""
+
+    def doubts(self) -> list[str]:
+        """What makes the figures uncertain, one line each; empty for a quiet machine."""
+        timings = [
+            timing
+            for by_size in self.variants.values()
+            for variants in by_size.values()
+            for variant in variants
+            for timing in (variant.forward, variant.backward)
+            if timing.median_s is not None
+        ]
+        noisy = sum(timing.spread_s > NOISY_SPREAD * timing.seconds for timing in timings)
+        noisy += sum(rate.spread > NOISY_SPREAD for rates in self.update.values() for rate in rates.values())
+        if not noisy:
+            return []
+        count = f"{noisy} of {len(timings) + len(self.update)} figures vary by more than {100 * NOISY_SPREAD:.0f} %"
+        return [f"{count} between repeats; predictions will be off, profile again when the machine is quiet"]
