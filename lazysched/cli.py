@@ -115,8 +115,8 @@ def profile(
     )
     measured.save(output)
     for warning in measured.doubts():
-        Console(stderr=True).print(f"warning: {warning}", highlight=False, soft_wrap=True)
-    Console().print(f"wrote {output}", highlight=False)
+        Console(stderr=True).print(f"warning: {warning}", highlight=False, markup=False, soft_wrap=True)
+    Console().print(f"wrote {output}", highlight=False, markup=False)
 
 
 @app.command()
@@ -155,7 +155,7 @@ def solve(
     console = Console()
     print_solution(solution, measured, console)
     solution.plan.save(output)
-    console.print(f"wrote {output}", highlight=False)
+    console.print(f"wrote {output}", highlight=False, markup=False)
 
 
 @app.command()
@@ -209,7 +209,7 @@ def train(
         console=console,
     )
     console.print(comparison_table(result, "training"))
-    console.print(f"trained model: {result.output_dir}", highlight=False, soft_wrap=True)
+    console.print(f"trained model: {result.output_dir}", highlight=False, markup=False, soft_wrap=True)
 
 
 @app.command()

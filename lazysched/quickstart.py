@@ -46,7 +46,7 @@ def run_quickstart(output_dir: Path, *, device: str | None, console: Console) ->
     """
     model = str(find_smollm2())
     train_file, held_out_file = write_data(output_dir)
-    console.print(f"1/4 data: {NUM_TRAIN_ROWS} word problems in {train_file}", highlight=False)
+    console.print(f"1/4 data: {NUM_TRAIN_ROWS} word problems in {train_file}", highlight=False, markup=False)
 
     from lazysched.profiles.measure import profile
     from lazysched.runtime.report import comparison_table
@@ -54,18 +54,18 @@ def run_quickstart(output_dir: Path, *, device: str | None, console: Console) ->
     from lazysched.solver import solve
     from lazysched.solver.report import print_solution
 
-    console.print(f"2/4 profile: {Path(model).name}, {SEQ_LEN} tokens a row", highlight=False)
+    console.print(f"2/4 profile: {Path(model).name}, {SEQ_LEN} tokens a row", highlight=False, markup=False)
     measured = profile(
         model, device=device, dtype=None, seq_len=SEQ_LEN, micro_batches=MICRO_BATCHES, storage_dir=str(output_dir)
     )
     measured.save(output_dir / "profile.json")
     for warning in measured.doubts():
-        console.print(f"warning: {warning}", highlight=False, soft_wrap=True)
-    console.print(f"3/4 solve: {BATCH_SIZE} rows a step", highlight=False)
+        console.print(f"warning: {warning}", highlight=False, markup=False, soft_wrap=True)
+    console.print(f"3/4 solve: {BATCH_SIZE} rows a step", highlight=False, markup=False)
     solution = solve(measured, batch_size=BATCH_SIZE, gpu_memory_bytes=None, host_memory_bytes=None, seed=SEED)
     print_solution(solution, measured, console)
     solution.plan.save(output_dir / "plan.json")
-    console.print(f"4/4 train: {NUM_STEPS} steps", highlight=False)
+    console.print(f"4/4 train: {NUM_STEPS} steps", highlight=False, markup=False)
     result = train(
         solution.plan,
         model=model,
@@ -80,7 +80,7 @@ def run_quickstart(output_dir: Path, *, device: str | None, console: Console) ->
         console=console,
     )
     console.print(comparison_table(result, "quickstart"))
-    console.print(f"trained model: {result.output_dir}", highlight=False)
+    console.print(f"trained model: {result.output_dir}", highlight=False, markup=False)
     return result
 
 

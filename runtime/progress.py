@@ -44,7 +44,9 @@ class ProgressReport:
         if self._bar is not None:
             self._bar.update(self._task, advance=1, description=text)
         elif (row.step + 1) % self._logging_steps == 0 or row.step + 1 == self._num_steps:
-            self._console.print(f"step {row.step + 1}/{self._num_steps} {text}", highlight=False, soft_wrap=True)
+            self._console.print(
+                f"step {row.step + 1}/{self._num_steps} {text}", highlight=False, markup=False, soft_wrap=True
+            )
 
     def _text(self, row: StepRow) -> str:
         predicted = "" if self._predicted_step_s is None else f" (plan {format_seconds(self._predicted_step_s)})"

@@ -175,7 +175,7 @@ def _read_inputs(plan: Plan, model: str, data: str, eval_data: str | None, init:
     files = [data] if eval_data is None else [data, eval_data]
     datasets = [data_module.Dataset.load(file, tokenizer, plan.seq_len) for file in files]
     for file, dataset in zip(files, datasets, strict=True):
-        console.print(f"{file}: {dataset.report.summary()}", highlight=False, soft_wrap=True)
+        console.print(f"{file}: {dataset.report.summary()}", highlight=False, markup=False, soft_wrap=True)
         data_module.check_vocabulary(dataset, source.config.vocab_size)
     return _Inputs(source, datasets[0], datasets[1] if eval_data else None, tokenizer.pad_token_id)
 
@@ -185,7 +185,7 @@ def _compare_hardware(plan: Plan, device: torch.device, console: Console) -> Non
     if here != plan.hardware_id:
         console.print(
             f"warning: the plan was solved for {plan.hardware_id}, this is {here}; its predictions may not hold here",
-            style="yellow", soft_wrap=True,
+            style="yellow", soft_wrap=True, markup=False,
         )  # fmt: skip
 
 

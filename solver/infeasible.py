@@ -29,7 +29,8 @@ MARGIN_BYTES = 2000
 _NUM_SOLVED = 2
 """Instances whose elastic program is solved, by relaxed shortfall: the answer suffices, and is least within the gap."""
 _NUM_MICRO_BATCHES = 2
-"""Smallest micro-batches that are asked: larger ones only have larger working sets."""
+"""Smallest micro-batches that are asked: larger ones have larger working sets. The whole batch at once is asked too:
+without accumulation no block needs an fp32 accumulator."""
 
 
 @dataclass(frozen=True)
@@ -80,9 +81,12 @@ def memory_candidates(micro_batches: Mapping[int, int], limits: Mapping[int, Seq
         micro_batches: micro-batch -> accumulation.
         limits: micro-batch -> sizes that may be sent to the host.
     """
+    ascending = sorted(micro_batches.items())
+    asked = ascending[:_NUM_MICRO_BATCHES]
+    asked += [pair for pair in ascending[_NUM_MICRO_BATCHES:] if pair[1] == 1]
     return [
         Candidate(micro_batch, accumulation, offload_limit_bytes=limit)
-        for micro_batch, accumulation in sorted(micro_batches.items())[:_NUM_MICRO_BATCHES]
+        for micro_batch, accumulation in asked
         for limit in limits[micro_batch]
     ]
 

@@ -108,9 +108,9 @@ def test_plan_for_another_model(files: Files, tmp_path: Path, capsys: pytest.Cap
 
 
 def test_plan_for_other_hardware_warns_and_trains(files: Files, capsys: pytest.CaptureFixture[str]) -> None:
-    edit(files.plan, lambda plan: plan.update(hardware_id="some-other-machine"))
+    edit(files.plan, lambda plan: plan.update(hardware_id="some-other-machine[/red]"))
     assert train(files) == 0
-    assert "solved for some-other-machine" in " ".join(capsys.readouterr().out.split())
+    assert "solved for some-other-machine[/red]" in " ".join(capsys.readouterr().out.split())
 
 
 def test_plan_with_an_unknown_key(files: Files, capsys: pytest.CaptureFixture[str]) -> None:

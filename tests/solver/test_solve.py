@@ -19,7 +19,7 @@ from lazysched.solver import Solution, print_solution, simulate, solve
 from lazysched.solver.infeasible import MARGIN_BYTES
 from lazysched.solver.instance import STATE_CHOICES, Candidate, Instance, offload_limits
 from lazysched.solver.plans import Choices, make_plan
-from tests.solver.synthetic import CARD, FAST, SHAPE_3B, SHAPE_7B, large_profile, tiny_profile
+from tests.solver.synthetic import CARD, FAST, SHAPE_3B, SHAPE_7B, Shape, large_profile, tiny_profile
 
 GAP = 0.01
 MB = 1_000_000
@@ -162,6 +162,26 @@ class TestInfeasible:
                 more = {"gpu": gpu * MB, "host": host * MB}
                 more[tier] += size
                 solved(profile, more["gpu"], more["host"])
+
+    def test_the_whole_batch_at_once_may_need_least(self) -> None:
+        """Accumulation costs an fp32 accumulator, here more than the larger working set."""
+        wide = large_profile(Shape(4096, 16384, 512, 32000, tied=False), FAST, 2, micro_batches=(1, 2, 4))
+        small = {"working_forward_bytes": MB, "working_backward_bytes": MB, "saved": {"input": 2560}}
+        variants = {
+            structure: {
+                size: [variant.model_copy(update=small if variant.name == "input" else {}) for variant in found]
+                for size, found in by_size.items()
+            }
+            for structure, by_size in wide.variants.items()
+        }
+        wide = wide.model_copy(update={"variants": variants})
+        alone = {structure: {4: by_size[4]} for structure, by_size in variants.items()}
+        missing = []
+        for profile in (wide, wide.model_copy(update={"variants": alone})):
+            with pytest.raises(InfeasibleError) as error:
+                solve(profile, batch_size=4, gpu_memory_bytes=10**9, host_memory_bytes=10**12)
+            missing.append(error.value.missing_bytes["gpu"])
+        assert missing[0] <= missing[1] + MARGIN_BYTES
 
 
 class TestRefusals:
