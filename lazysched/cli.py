@@ -51,6 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _report(str(error), error.exit_code)
     except TyperException as error:
         return _report(f"{error.format_message().rstrip('.')}; see --help of the command", error.exit_code)
+    except OSError as error:  # a name too long, a folder that vanished: the system's own words
+        return _report(f"{error.filename or 'system'}: {error.strerror or error}; check the path", 1)
     # typer turns Ctrl-C into the code 130, or into Abort where it asked something.
     except typer.Abort:
         code = INTERRUPTED

@@ -53,6 +53,10 @@ class Architecture:
         self.blocks_name, self.blocks = _find_blocks(self.base, config)
         self.norm_name, self.norm = self._find_norm()
         self._refuse_leftovers()
+        if self.tied and len(list(self.head.parameters())) > 1:
+            raise UsageError(
+                "model: a tied output embedding with a bias is not supported; set tie_word_embeddings false"
+            )
         self._names = {module: name for name, module in self.model.named_modules()}
         self.structures = self._name_structures()
         # Read now: templates take the modules over and leave their parameters without a shape.
@@ -123,11 +127,16 @@ class Architecture:
         """Name of architecture and shapes; equal for all weights of one architecture."""
         settings = {k: v for k, v in self.config.to_diff_dict().items() if k not in _VOLATILE_SETTINGS}
         shapes = {name: list(param.shape) for name, param in self.model.named_parameters()}
-        text = json.dumps([settings, shapes, self.structures, self.tied], sort_keys=True, default=str)
+        text = json.dumps([settings, shapes, self.structures, self.tied], sort_keys=True, default=_plain)
         owned = [self._embed_params, *self._block_params, self._head_params]  # tied parameters once
         size = sum(math.prod(shape) for params in owned for shape in params.values())
         label = f"{size / 1e9:.2f}B" if size >= 5e8 else f"{size / 1e6:.3g}M"
         return f"{type(self.model).__name__}-{label}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+
+
+def _plain(setting: Any) -> Any:
+    """A setting as JSON has it; never an address in memory, which every process would hash to another fingerprint."""
+    return setting.to_dict() if hasattr(setting, "to_dict") else type(setting).__qualname__
 
 
 def _part(module: Any, what: str) -> nn.Module:

@@ -72,6 +72,8 @@ def _parse_list(text: str, path: str | Path) -> list[Any]:
         rows: list[Any] = json.loads(text)
     except json.JSONDecodeError as error:
         raise UsageError(f"{path}: not JSON at line {error.lineno} ({error.msg}); mend that line") from None
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{path}: JSON that cannot be read ({error}); mend it") from None
     return rows
 
 
@@ -87,6 +89,8 @@ def _parse_lines(text: str, path: str | Path) -> list[Any]:
             raise UsageError(
                 f"{path}: not JSON at line {number} ({error.msg}); write one whole object per line, or a list"
             ) from None
+        except (ValueError, RecursionError) as error:
+            raise UsageError(f"{path}: line {number} cannot be read ({error}); mend that line") from None
     return rows
 
 

@@ -150,7 +150,7 @@ def _accumulate(targets: Sequence[torch.Tensor], grads: Sequence[torch.Tensor], 
 class _Body(nn.Module):
     """Stands in for the model's body: hands its input on as if it were the last hidden state."""
 
-    def forward(self, inputs_embeds: torch.Tensor, **_: Any) -> Any:
+    def forward(self, *_ids: Any, inputs_embeds: torch.Tensor, **_: Any) -> Any:
         return _Output(inputs_embeds)
 
 

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import glob
 import itertools
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -52,9 +52,17 @@ def new_folder(target: Path) -> Iterator[Path]:
 
 def foreign_entry(folder: Path) -> str | None:
     """First entry of ``folder`` that ``new_folder`` did not write; None for an empty folder or one wholly ours."""
-    manifest = folder / MANIFEST
-    ours = {MANIFEST, *json.loads(manifest.read_text(encoding="utf-8"))["files"]} if manifest.is_file() else set()
+    ours = _listed(folder / MANIFEST)
     return min((entry.name for entry in folder.iterdir() if entry.name not in ours), default=None)
+
+
+def _listed(manifest: Path) -> set[str]:
+    """What a manifest names, itself included; nothing where it is absent or not one of ours."""
+    try:
+        files = json.loads(manifest.read_text(encoding="utf-8"))["files"]
+        return {manifest.name, *(str(name) for name in files)}
+    except (OSError, ValueError, KeyError, TypeError):
+        return set()
 
 
 @contextlib.contextmanager
@@ -70,15 +78,20 @@ def _locked(folder: Path) -> Iterator[None]:
 
 def _remove_leftovers(target: Path) -> None:
     """Clear away what killed processes left beside ``target``; undo a swap that was cut between its two renames."""
-    name = glob.escape(target.name)
-    for folder in target.parent.glob(f".{name}.tmp-*"):
+    for folder in _named_by_pid(target, "tmp"):
         with contextlib.suppress(BlockingIOError), _locked(folder):
             shutil.rmtree(folder)
-    for folder in target.parent.glob(f".{name}.old-*"):
+    for folder in _named_by_pid(target, "old"):
         if target.exists():
             shutil.rmtree(folder)
         else:
             folder.rename(target)
+
+
+def _named_by_pid(target: Path, kind: str) -> list[Path]:
+    """Folders that this module names beside ``target``: the kind and a process number; others are not ours."""
+    pattern = re.compile(rf"\.{re.escape(target.name)}\.{kind}-\d+")
+    return [path for path in target.parent.iterdir() if pattern.fullmatch(path.name) and path.is_dir()]
 
 
 def _seal(folder: Path) -> None:

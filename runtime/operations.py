@@ -155,12 +155,15 @@ class Operations:
         self._saved[stage.id, m] = saved
 
     def _check_saved(self, stage: Stage, saved: Saved) -> None:
-        planned = self._layout.variants[stage.id].saved_bytes
-        if saved.kept.intermediate_bytes != planned:
-            raise RunError(
-                f"{stage.id}: its forward saves {saved.kept.intermediate_bytes} bytes, the plan expects {planned}; "
-                f"profile and solve again on this machine"
-            )
+        planned = self._layout.variants[stage.id].saved
+        input_bytes = aligned(math.prod(saved.input_shape) * self._layout.element_bytes)
+        found = {"input": input_bytes, "intermediates": saved.kept.intermediate_bytes}
+        for group, num_bytes in planned.items():
+            if found[group] != num_bytes:
+                raise RunError(
+                    f"{stage.id}: its forward saves {found[group]} bytes of {group}, the plan expects {num_bytes}; "
+                    f"profile and solve again on this machine"
+                )
 
     # ---- head
 

@@ -22,9 +22,11 @@ def build_skeleton(config: PretrainedConfig) -> PreTrainedModel:
     try:
         with _parameters_on_meta():
             model = AutoModelForCausalLM.from_config(config)
-    except ValueError as error:
-        reason = str(error).splitlines()[0][:200]
-        raise UsageError(f"model: {config.model_type!r} cannot be built ({reason}); use a decoder-only model") from None
+    except (ValueError, KeyError, TypeError, ImportError, AssertionError, ZeroDivisionError, RuntimeError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
+        raise UsageError(
+            f"model: {config.model_type!r} cannot be built ({reason}); use a valid decoder-only model"
+        ) from None
     _refuse_dropout(model)
     return model.eval()  # type: ignore[no-any-return]
 

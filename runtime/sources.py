@@ -120,7 +120,7 @@ def _load_config(path: Path) -> PretrainedConfig:
         raise UsageError(f"{path}: model_type: missing; name the config.json of a Hugging Face model")
     try:
         config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, StrictDataclassError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, ZeroDivisionError, StrictDataclassError) as error:
         raise UsageError(
             f"{path}: transformers cannot read this configuration ({_one_line(error)}); mend it or download it again"
         ) from None

@@ -105,6 +105,7 @@ def train(
         RunError: the run failed; nothing was written.
     """
     _check_numbers(max_steps, num_train_epochs, learning_rate, warmup_ratio, max_grad_norm, logging_steps)
+    _check_optimizer(adam_beta1, adam_beta2, adam_epsilon, weight_decay)
     console = console or Console()
     target = _device(device)
     folder = Path(output_dir)
@@ -156,6 +157,24 @@ def _check_numbers(
         raise UsageError(f"{name}: {values[name]} is out of range; give a number {allowed}")
 
 
+def _check_optimizer(beta1: float, beta2: float, epsilon: float, weight_decay: float) -> None:
+    for name, beta in (("adam_beta1", beta1), ("adam_beta2", beta2)):
+        if not 0 <= beta < 1:
+            raise UsageError(f"{name}: {beta} is out of range; give a number from 0 to below 1")
+    if not (math.isfinite(epsilon) and epsilon > 0):
+        raise UsageError(f"adam_epsilon: {epsilon} is out of range; give a number above 0")
+    if not (math.isfinite(weight_decay) and weight_decay >= 0):
+        raise UsageError(f"weight_decay: {weight_decay} is out of range; give 0 or more")
+
+
+def _tokenizer(folder: Path) -> Any:
+    try:
+        return AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise UsageError(f"{folder}: its tokenizer cannot be read ({reason}); download its files again") from None
+
+
 def _device(name: str | None) -> torch.device:
     if name not in (None, "auto", "cuda", "cpu"):
         raise UsageError(f"device: {name!r} is not known; use cuda or cpu")
@@ -171,12 +190,15 @@ def _read_inputs(plan: Plan, model: str, data: str, eval_data: str | None, init:
         raise UsageError(f"model: {model} has no weights; use --init random or name a folder with safetensors files")
     if not source.has_tokenizer:
         raise UsageError(f"model: {source.config_dir} has no tokenizer; put the tokenizer's files beside config.json")
-    tokenizer: Any = AutoTokenizer.from_pretrained(source.config_dir)
+    num_tokens = getattr(source.config, "vocab_size", None)
+    if num_tokens is None:
+        raise UsageError(f"model: {source.config.model_type!r} has no vocab_size; use a decoder-only language model")
+    tokenizer = _tokenizer(source.config_dir)
     files = [data] if eval_data is None else [data, eval_data]
     datasets = [data_module.Dataset.load(file, tokenizer, plan.seq_len) for file in files]
     for file, dataset in zip(files, datasets, strict=True):
         console.print(f"{file}: {dataset.report.summary()}", highlight=False, markup=False, soft_wrap=True)
-        data_module.check_vocabulary(dataset, source.config.vocab_size)
+        data_module.check_vocabulary(dataset, num_tokens)
     return _Inputs(source, datasets[0], datasets[1] if eval_data else None, tokenizer.pad_token_id)
 
 

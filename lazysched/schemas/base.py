@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from pathlib import Path
@@ -38,7 +39,9 @@ class Document(Schema):
         Raises:
             UsageError: the folder does not exist or cannot be written.
         """
-        target = Path(path)
+        target = Path(path).resolve()  # a link stays a link
+        if target.exists() and not target.is_file():
+            raise UsageError(f"{path}: is no file; name a file to write")
         data = self.model_dump(mode="json")
         is_yaml = target.suffix in {".yaml", ".yml"}
         text = yaml.safe_dump(data, sort_keys=False) if is_yaml else json.dumps(data, indent=1)
@@ -47,7 +50,8 @@ class Document(Schema):
             temporary.write_text(text + "\n", encoding="utf-8")
             temporary.replace(target)
         except OSError as error:
-            temporary.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                temporary.unlink(missing_ok=True)
             raise UsageError(
                 f"{target}: cannot be written ({error.strerror}); name a file in a folder you may write"
             ) from None
@@ -99,7 +103,7 @@ def _read(path: Path) -> Any:
         raise UsageError(f"{path}: cannot be read ({error}); name a JSON or YAML file") from None
     try:
         return yaml.safe_load(text) if path.suffix in {".yaml", ".yml"} else json.loads(text)
-    except (json.JSONDecodeError, yaml.YAMLError) as error:
+    except (ValueError, RecursionError, yaml.YAMLError) as error:
         reason = " ".join(str(error).split())
         raise UsageError(f"{path}: not valid JSON or YAML ({reason}); make the file again") from None
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
@@ -54,7 +54,7 @@ class SaveVariant(Schema):
     """Whether the graph is compiled."""
     budget: float | None = None
     """The partitioner's activation memory budget; kept only to rebuild the same graph."""
-    saved: dict[str, int]
+    saved: dict[str, Annotated[int, Field(ge=0)]]
     """Tensor group -> bytes per micro-batch; a block always has ``input``, its checkpoint."""
     forward: Timing
     backward: Timing
@@ -143,7 +143,7 @@ class Profile(Document):
     """Whether any figure was computed, not measured."""
     stages: list[Stage]
     """In forward order: ``embed``, ``block.0`` ..., ``head``."""
-    variants: dict[str, dict[int, list[SaveVariant]]]
+    variants: dict[str, dict[Annotated[int, Field(ge=1)], list[SaveVariant]]]
     """structure -> micro-batch (rows) -> variants."""
     links: dict[str, Curve]
     """``h2d d2h h2d_both d2h_both host gpu nvme_read nvme_write``; ``gpu``: inside GPU memory, reads + writes."""

@@ -186,9 +186,26 @@ def test_an_output_folder_with_other_files_is_left_alone(files: Files, capsys: p
     assert (files.output / "thesis.txt").read_text() == "years of work"
 
 
+def test_a_damaged_tokenizer(files: Files, capsys: pytest.CaptureFixture[str]) -> None:
+    (files.model / "tokenizer.json").write_text("{")
+    assert train(files) == 2
+    assert "tokenizer cannot be read" in one_line(capsys)
+
+
+def test_folders_of_other_people_beside_the_output_stay(files: Files) -> None:
+    others = [files.output.with_name(f".out.{name}") for name in ("tmp-notes", "old-backup")]
+    for folder in others:
+        folder.mkdir()
+        (folder / "thesis.txt").write_text("years of work")
+    assert train(files) == 0
+    assert all((folder / "thesis.txt").is_file() for folder in others)
+
+
 @pytest.mark.parametrize(
     ("flags", "word"),
     [
+        (["--adam-beta1", "1"], "adam_beta1"),
+        (["--weight-decay", "inf"], "weight_decay"),
         (["--learning-rate", "nan"], "learning-rate"),
         (["--warmup-ratio", "1.5"], "warmup-ratio"),
         (["--num-train-epochs", "0", "--max-steps", "1"], "num_train_epochs"),

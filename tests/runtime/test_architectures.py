@@ -16,11 +16,13 @@ from transformers import (
     Gemma2Config,
     Gemma3TextConfig,
     GPT2Config,
+    GPTNeoXConfig,
     GraniteConfig,
     LlamaConfig,
     MistralConfig,
     Olmo2Config,
     Phi3Config,
+    PhiConfig,
     PretrainedConfig,
     PreTrainedModel,
     Qwen2Config,
@@ -61,6 +63,7 @@ CONFIGS: dict[str, PretrainedConfig] = {
     "smollm3": SmolLM3Config(**SMALL),
     "granite": GraniteConfig(**SMALL, embedding_multiplier=3.0, logits_scaling=2.0, residual_multiplier=0.5),
     "cohere": CohereConfig(**SMALL),
+    "gpt-neox": GPTNeoXConfig(**{k: v for k, v in SMALL.items() if k != "num_key_value_heads"}),
 }
 
 
@@ -125,6 +128,7 @@ def test_blocks_of_different_structure_get_different_templates(name: str, count:
         (GPT2Config(n_layer=2, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0), r"'transformer\.wpe\.weight'|final norm"),
         (GPT2Config(n_layer=2), "set dropout to 0"),
         (T5Config(), "cannot be built"),
+        (PhiConfig(**SMALL, tie_word_embeddings=True), "with a bias"),
         (LlamaConfig(**SMALL, attention_dropout=0.1), "attention_dropout is 0.1"),
     ],
 )

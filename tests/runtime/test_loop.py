@@ -98,6 +98,19 @@ def test_loss_falls_and_the_rows_say_what_was_done(session: Session) -> None:
     assert history.jsonl().count("\n") == 30
 
 
+def test_an_evaluation_changes_nothing_that_follows(session: Session) -> None:
+    """Not the weights, and not the number of updates that the bias correction sees."""
+    before = {name: session.weight(name).clone() for name, _ in session.weight_names()}
+    session.executor.step(batch(1), 1e-2)
+    updates = float(session.buffers["gpu/scale"][4])
+    after = {name: session.weight(name).clone() for name, _ in session.weight_names()}
+    session.executor.evaluate(batch(2))
+    session.executor.evaluate(batch(3))
+    assert float(session.buffers["gpu/scale"][4]) == updates
+    assert all(torch.equal(session.weight(name), value) for name, value in after.items())
+    assert not all(torch.equal(before[name], value) for name, value in after.items())
+
+
 def test_held_out_loss_weighs_batches_by_their_tokens(session: Session) -> None:
     parts = [batch(1), batch(2)]
     losses = [session.executor.evaluate(part).loss for part in parts]

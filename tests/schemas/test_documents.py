@@ -63,6 +63,17 @@ def test_what_is_no_document_is_refused(tmp_path: Path, text: str) -> None:
         Plan.load(path)
 
 
+def test_a_link_stays_a_link_and_a_folder_is_no_file(tmp_path: Path) -> None:
+    real, link = tmp_path / "real.json", tmp_path / "link.json"
+    real.write_text("")
+    link.symlink_to(real)
+    PLAN.save(link)
+    assert link.is_symlink()
+    assert Plan.load(real) == PLAN
+    with pytest.raises(UsageError, match="is no file"):
+        PLAN.save(tmp_path)
+
+
 def test_gpu_state_needs_gpu_weights() -> None:
     stages = PLAN.stages | {"embed": StagePlan(weights="host", state="gpu")}
     with pytest.raises(UsageError, match="state on gpu needs weights on gpu"):
