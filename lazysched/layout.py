@@ -124,19 +124,6 @@ def _check_stages(plan: Plan, stages: Sequence[Stage]) -> None:
         raise UsageError(f"plan: update.mode: {plan.update.mode!r} is not executable; use 'exact'")
 
 
-def _check_variant(stage: Stage, variant: SaveVariant, where: str) -> None:
-    """Refuse variants whose graph the runtime does not build: it knows ``all`` and ``input``, uncompiled."""
-    if variant.compiled:
-        raise UsageError(
-            f"{where}.save: variant {variant.name!r} is compiled, which is not executable yet; profile again"
-        )
-    known = {"all": {"input", "intermediates"}, "input": {"input"}} if stage.is_block else {"all": set()}
-    if known.get(variant.name) != set(variant.saved):
-        raise UsageError(
-            f"{where}.save: variant {variant.name!r} saves {sorted(variant.saved)}, which is not executable"
-        )
-
-
 def _check_choice(stage: Stage, choice: StagePlan, variant: SaveVariant) -> None:
     """Refuse decisions that the runtime does not execute."""
     where = f"plan: stages.{stage.id}"
@@ -152,6 +139,5 @@ def _check_choice(stage: Stage, choice: StagePlan, variant: SaveVariant) -> None
     groups = set(variant.saved) - {"input"}
     if groups != set(choice.saved_tiers):
         raise UsageError(f"{where}.saved_tiers: names {sorted(choice.saved_tiers)}, the variant saves {sorted(groups)}")
-    _check_variant(stage, variant, where)
     if stage.is_block and "input" not in variant.saved:
         raise UsageError(f"{where}.save: variant {variant.name!r} has no group 'input'; profile and solve again")

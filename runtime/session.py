@@ -52,9 +52,10 @@ class Session:
                 f"plan: model_id: solved for {plan.model_id}, the model is {self.model.model_id}; "
                 f"profile and solve for this model"
             )
+        layout = Layout(plan, self.model.stages)
+        _check_variants(layout)
         self.program = lower(plan, self.model.stages)
         self.buffers = Buffers(self.program, plan.compute_dtype, device, host_limit_bytes)
-        layout = Layout(plan, self.model.stages)
         self.updates = {stage.id: self._update_of(stage, layout, settings) for stage in self.model.stages}
         self.executor = Executor(plan, self.program, self.model, self.buffers, self.updates, max_grad_norm)
 
@@ -129,3 +130,15 @@ class Session:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _check_variants(layout: Layout) -> None:
+    """Refuse variants whose graph is not built here: blocks run uncompiled and save ``all`` or only their ``input``."""
+    for stage in layout.stages:
+        variant = layout.variants[stage.id]
+        where = f"plan: stages.{stage.id}.save: variant {variant.name!r}"
+        if variant.compiled:
+            raise UsageError(f"{where} is compiled, which is not executable yet; profile and solve again")
+        known = {"all": {"input", "intermediates"}, "input": {"input"}} if stage.is_block else {"all": set()}
+        if known.get(variant.name) != set(variant.saved):
+            raise UsageError(f"{where} saves {sorted(variant.saved)}, which is not executable; profile and solve again")

@@ -137,6 +137,18 @@ def test_plan_whose_saved_bytes_are_wrong(files: Files, capsys: pytest.CaptureFi
     assert not files.output.exists()
 
 
+@pytest.mark.parametrize("change", [{"compiled": True}, {"saved": {}}])
+def test_plan_whose_variants_are_not_what_runs(
+    files: Files, change: dict[str, object], capsys: pytest.CaptureFixture[str]
+) -> None:
+    def spoil(plan: dict) -> None:
+        next(variant for key, variant in plan["variants"].items() if key.startswith("Llama")).update(change)
+
+    edit(files.plan, spoil)
+    assert train(files) == 2
+    assert "plan: stages.block.0." in one_line(capsys)
+
+
 @pytest.mark.parametrize("text", ["", "[]"])
 def test_empty_dataset(files: Files, text: str, capsys: pytest.CaptureFixture[str]) -> None:
     files.data.write_text(text)
