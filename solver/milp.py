@@ -46,11 +46,8 @@ class PlacementProgram:
             vocabulary=max(range(len(decisions.v)), key=lambda k: _value(decisions.v[k])),
         )
 
-    def solve(
-        self, *, gap: float, time_limit_s: float, seed: int, cutoff_s: float | None = None, start: Choices | None = None
-    ) -> Outcome:
-        """Search for choices, only among those with T below ``cutoff_s``."""
-        self.period.upBound = cutoff_s
+    def solve(self, *, gap: float, time_limit_s: float, seed: int, start: Choices | None = None) -> Outcome:
+        """Search for choices; ``start`` is where HiGHS begins."""
         values = self.decisions.start_values(start) if start else None
         return solve_problem(self.problem, gap=gap, time_limit_s=time_limit_s, seed=seed, start_values=values)
 
