@@ -29,9 +29,9 @@ from lazysched.profiles.measure import profile
 from lazysched.runtime import machine
 from lazysched.runtime.batch import Batch
 from lazysched.runtime.engines import seconds_between
-from lazysched.runtime.optimizer import AdamWSettings
 from lazysched.runtime.session import Session
 from lazysched.runtime.sources import resolve_model
+from lazysched.runtime.stage_updates import AdamWSettings
 from lazysched.schemas import Plan, Profile
 from lazysched.solver import solve
 from lazysched.solver.report import print_solution

@@ -11,7 +11,7 @@ from lazysched.layout import MASTER_BYTES
 from lazysched.profiles.clock import durations_of, on_cpu_engine, rate
 from lazysched.profiles.random_data import random_normal
 from lazysched.runtime.arena import HostArena
-from lazysched.runtime.optimizer import AdamWFp32, AdamWSettings, StepScale
+from lazysched.runtime.stage_updates import AdamWFp32, AdamWSettings, StepScale
 from lazysched.schemas import Rate, Stage
 
 WALKED_BYTES = 1 << 28

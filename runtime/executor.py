@@ -16,7 +16,7 @@ from lazysched.runtime.buffers import Buffers
 from lazysched.runtime.engines import CudaEngines, Done, Engines, InlineEngines, Mark
 from lazysched.runtime.model import Model
 from lazysched.runtime.operations import Operations, StepContext
-from lazysched.runtime.optimizer import StageUpdate
+from lazysched.runtime.stage_updates import StageUpdate
 from lazysched.schemas import Plan, Program
 
 

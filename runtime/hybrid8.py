@@ -77,32 +77,32 @@ WEYL = 0x9E3779B9
 
 
 class Coefficients(NamedTuple):
-    """Numbers of one step, in the order of the fp32 vector that kernels read."""
+    """Scalars of one step, in the order of the fp32 vector that kernels read."""
 
-    skip: float
+    skip: torch.Tensor
     """1 where nothing may change."""
-    step: float
+    step: torch.Tensor
     """Number of updates including this one; exact up to 2**24."""
-    first_decay: float
+    first_decay: torch.Tensor
     """beta1 / 127."""
-    first_gain: float
+    first_gain: torch.Tensor
     """(1 - beta1) * clip factor."""
-    second_decay: float
+    second_decay: torch.Tensor
     """sqrt(beta2) * k / 255."""
-    second_gain: float
+    second_gain: torch.Tensor
     """sqrt(1 - beta2) * k * clip factor."""
-    inverse_k: float
+    inverse_k: torch.Tensor
     """sqrt(1 - beta2**t)."""
-    step_size: float
+    step_size: torch.Tensor
     """-learning rate / (1 - beta1**t)."""
-    epsilon: float
-    decay: float
+    epsilon: torch.Tensor
+    decay: torch.Tensor
     """1 - learning rate * weight decay; tensors without decay use 1."""
-    beta1: float
-    beta2: float
-    second_gain_fp32: float
+    beta1: torch.Tensor
+    beta2: torch.Tensor
+    second_gain_fp32: torch.Tensor
     """sqrt(1 - beta2) * clip factor."""
-    k: float
+    k: torch.Tensor
     """1 / sqrt(1 - beta2**t)."""
 
 
@@ -135,8 +135,8 @@ def coefficients(
         inverse_k=inverse_k, step_size=-learning_rate / first, epsilon=one * epsilon,
         decay=one * (1 - learning_rate * weight_decay), beta1=one * beta1, beta2=one * beta2,
         second_gain_fp32=(1 - beta2) ** 0.5 * scale, k=1.0 / inverse_k,
-    )  # type: ignore[arg-type]  # fmt: skip
-    return torch.stack(list(values)).float()  # type: ignore[arg-type]
+    )  # fmt: skip
+    return torch.stack(list(values)).float()
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lazysched.optimizer_state import BLOCK_ELEMENTS
 from lazysched.runtime.hybrid8 import (
-    BLOCK_ELEMENTS,
     INVERSE_SEED,
     RECIPROCAL,
     ROOT,
@@ -138,15 +138,12 @@ def _update_chunk(state: BlockState, c: Coefficients, start: int, stop: int) -> 
     here = slice(blocks.numel() and int(blocks[0]), num_blocks(stop))
     weight, first, second = state.weight[start:stop], state.first[start:stop], state.second[start:stop]
     g = _rows(state.grad[start:stop].float())
-    if state.correction is None:
-        x = _rows(weight)
-    else:
-        x = _rows(master_of(weight, state.correction[start:stop]))
+    x = _rows(weight if state.correction is None else master_of(weight, state.correction[start:stop]))
     m = _first_moment(_rows(first.float()), state.first_scale[here], g, c)
     s = square_root(_second_moment(_rows(second.float()), state.second_scale[here], g, c))
     u = m * inverse(s + c.epsilon)
     x = fma(c.step_size, u, x * c.decay if state.decays else x)
-    words = random_words(state.stream, c.step, blocks)  # type: ignore[arg-type]
+    words = random_words(state.stream, c.step, blocks)
     count = stop - start
     first.copy_(_encode_first(m, words >> 16 & 0xFF, state.first_scale[here])[:count])
     second.copy_(_encode_second(s, c, state.second_scale[here])[:count])

@@ -17,8 +17,8 @@ from lazysched.runtime.buffers import Buffers
 from lazysched.runtime.ends import Gradients
 from lazysched.runtime.flat import aligned, flat_views
 from lazysched.runtime.model import Model
-from lazysched.runtime.optimizer import StageUpdate, StepScale
 from lazysched.runtime.saved import Saved, storage_bytes
+from lazysched.runtime.stage_updates import StageUpdate, StepScale
 from lazysched.schemas import Op, Stage
 
 

@@ -15,7 +15,7 @@ from lazysched.runtime.buffers import Buffers
 from lazysched.runtime.executor import Executor
 from lazysched.runtime.flat import flat_views
 from lazysched.runtime.model import Model
-from lazysched.runtime.optimizer import AdamWFp32, AdamWSettings, StageUpdate
+from lazysched.runtime.stage_updates import AdamWFp32, AdamWSettings, StageUpdate
 from lazysched.schemas import Plan, Stage
 
 

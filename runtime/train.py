@@ -16,11 +16,11 @@ from lazysched.runtime import data as data_module
 from lazysched.runtime import machine
 from lazysched.runtime.checkpoint import TensorReader, check_output_dir, write_folder
 from lazysched.runtime.loop import History, TrainingLoop, mean_loss
-from lazysched.runtime.optimizer import AdamWSettings
 from lazysched.runtime.progress import ProgressReport
 from lazysched.runtime.schedule import LearningRateSchedule, SchedulerType
 from lazysched.runtime.session import Session
 from lazysched.runtime.sources import ModelSource, resolve_model
+from lazysched.runtime.stage_updates import AdamWSettings
 from lazysched.schemas import Plan
 from lazysched.units import format_bytes
 

@@ -18,8 +18,8 @@ from lazysched.profiles import links, measure, updates
 from lazysched.profiles.measure import profile
 from lazysched.runtime.flat import aligned
 from lazysched.runtime.model import Model
-from lazysched.runtime.optimizer import AdamWSettings
 from lazysched.runtime.session import Session
+from lazysched.runtime.stage_updates import AdamWSettings
 from lazysched.schemas import Profile, SaveVariant, variant_key
 from tests.lowering.plans import plans
 from tests.runtime.tiny import CPU, SEQ_LEN, llama, uneven_batch, variants_of

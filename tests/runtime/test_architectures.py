@@ -35,8 +35,8 @@ from lazysched.errors import UsageError
 from lazysched.runtime.architecture import Architecture
 from lazysched.runtime.batch import Batch
 from lazysched.runtime.model import Model
-from lazysched.runtime.optimizer import AdamWSettings
 from lazysched.runtime.session import Session
+from lazysched.runtime.stage_updates import AdamWSettings
 from lazysched.schemas import Plan, StagePlan
 from tests.runtime.tiny import CPU, uneven_batch, variants_of
 

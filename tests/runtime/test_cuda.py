@@ -12,8 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lazysched.runtime.model import Model
-from lazysched.runtime.optimizer import AdamWSettings
 from lazysched.runtime.session import Session
+from lazysched.runtime.stage_updates import AdamWSettings
 from lazysched.schemas import Plan, SaveVariant, StagePlan
 from tests.lowering.plans import plans
 from tests.runtime.tiny import llama, uneven_batch, variants_of

@@ -12,9 +12,9 @@ from lazysched.errors import RunError
 from lazysched.runtime.batch import Batch
 from lazysched.runtime.loop import StepRow, TrainingLoop, mean_loss
 from lazysched.runtime.model import Model
-from lazysched.runtime.optimizer import AdamWSettings
 from lazysched.runtime.schedule import LearningRateSchedule, SchedulerType
 from lazysched.runtime.session import Session
+from lazysched.runtime.stage_updates import AdamWSettings
 from lazysched.schemas import Plan, StagePlan
 from tests.runtime.tiny import CPU, SEQ_LEN, llama, uneven_batch, variants_of
 

@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from lazysched.runtime.batch import Batch
 from lazysched.runtime.model import Model
-from lazysched.runtime.optimizer import AdamWSettings
 from lazysched.runtime.session import Session
+from lazysched.runtime.stage_updates import AdamWSettings
 from lazysched.schemas import Plan, SaveVariant
 from tests.lowering.plans import plans
 from tests.runtime.reference import ReferenceLoop

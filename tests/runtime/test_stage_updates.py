@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lazysched.runtime import optimizer as module
+from lazysched.runtime import stage_updates as module
 from lazysched.runtime.flat import flat_bytes, flat_views
-from lazysched.runtime.optimizer import AdamWFp32, AdamWSettings, StepScale
+from lazysched.runtime.stage_updates import AdamWFp32, AdamWSettings, StepScale
 from lazysched.schemas import Stage
 
 SHAPES = {"a.weight": (37, 21), "a.bias": (37,), "norm.weight": (5,), "b.weight": (64, 48)}
