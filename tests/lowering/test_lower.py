@@ -31,7 +31,12 @@ VARIANTS = variants_for("B", 100, 400) | end_variants("E") | end_variants("H")
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[Plan, list[Stage]]:
     stages = model(draw(st.integers(1, 6)), draw(st.booleans()))
-    plan = draw(plans(stages, VARIANTS, micro_batch=2, accumulation=draw(st.integers(1, 3)), seq_len=8))
+    plan = draw(
+        plans(
+            stages, VARIANTS, micro_batch=2, accumulation=draw(st.integers(1, 3)), seq_len=8,
+            clip_norm=draw(st.sampled_from([1.0, None])), fp32_state_elements=draw(st.sampled_from([0, 64])),
+        )
+    )  # fmt: skip
     return plan, stages
 
 
@@ -121,7 +126,6 @@ def test_blocks_at_the_turn_are_not_uploaded_again() -> None:
     ("stage", "change", "message"),
     [
         ("block.0", {"weights": "nvme"}, "stages.block.0.weights: nvme is not executable"),
-        ("block.0", {"state_format": "hybrid8"}, "state_format: 'hybrid8' is not executable"),
         ("block.0", {"segment": 2}, "segment: 2 is not executable"),
         ("block.0", {"save": "half"}, "variant 'B:half' is not in the plan's variants"),
         ("block.0", {"saved_tiers": {}}, "saved_tiers: names"),

@@ -137,7 +137,8 @@ def test_solve_passes_bytes_and_writes_the_plan(in_tmp: Path, monkeypatch: pytes
     assert find_plan.positional == (PROFILE,)
     assert find_plan == {
         "batch_size": 2, "gpu_memory_bytes": 24 * 10**9, "host_memory_bytes": None, "nvme_bytes": 0,
-        "max_grad_norm": 1.0, "time_limit_s": 30.0, "gap": 0.01, "seed": 0,
+        "max_grad_norm": 1.0, "check_finite": True, "optimizer_state": "hybrid8", "time_limit_s": 30.0, "gap": 0.01,
+        "seed": 0,
     }  # fmt: skip
     assert show.positional[:2] == (Solution, PROFILE)
     assert Plan.load("new.json") == PLAN
@@ -166,7 +167,12 @@ def test_profile_passes_every_micro_batch_and_writes(in_tmp: Path, monkeypatch: 
 
 def test_train_passes_the_plan_and_its_flags(in_tmp: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     result = SimpleNamespace(
-        measured_step_s=None, predicted_step_s=1.5, peak_bytes={}, held_out_loss_before=None, output_dir="out"
+        measured_step_s=None,
+        predicted_step_s=1.5,
+        num_skipped=0,
+        peak_bytes={},
+        held_out_loss_before=None,
+        output_dir="out",
     )
     run = Calls(result)
     replace_module(monkeypatch, "lazysched.runtime.train", train=run)

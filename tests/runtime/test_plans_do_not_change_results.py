@@ -61,7 +61,7 @@ def cases(draw: st.DrawFn) -> tuple[Plan, bool, float | None]:
     plan = draw(
         plans(
             model.stages, variants, micro_batch=MICRO_BATCH, accumulation=accumulation, seq_len=SEQ_LEN,
-            clip_norm=clip_norm, loss_chunk_tokens=CHUNK_TOKENS,
+            clip_norm=clip_norm, loss_chunk_tokens=CHUNK_TOKENS, formats=("fp32",),
         )
     )  # fmt: skip
     return plan.model_copy(update={"model_id": model.model_id}), tied, clip_norm

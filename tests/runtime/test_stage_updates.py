@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -11,6 +13,7 @@ from lazysched.runtime.stage_updates import AdamWFp32, AdamWSettings, StepScale
 from lazysched.schemas import Stage
 
 SHAPES = {"a.weight": (37, 21), "a.bias": (37,), "norm.weight": (5,), "b.weight": (64, 48)}
+LEARNING_RATE = 1e-2
 SETTINGS = AdamWSettings(beta1=0.8, beta2=0.95, epsilon=1e-6, weight_decay=0.3)
 
 
@@ -19,7 +22,12 @@ def stage(dtype: torch.dtype) -> Stage:
 
 
 def scale(step: int, *, factor: float = 1.0, skip: float = 0.0) -> StepScale:
-    return StepScale(torch.tensor(factor), torch.tensor(skip), torch.tensor(float(step)), learning_rate=1e-2)
+    scalars = (torch.tensor(value) for value in (factor, skip, float(step)))
+    return StepScale(torch.tensor(factor), SETTINGS.coefficients(*scalars, LEARNING_RATE), LEARNING_RATE)
+
+
+def copy(value: torch.Tensor, target: torch.Tensor) -> None:
+    target.copy_(value)
 
 
 def make(dtype: torch.dtype) -> tuple[AdamWFp32, torch.Tensor, dict[str, torch.Tensor]]:
@@ -31,8 +39,7 @@ def make(dtype: torch.dtype) -> tuple[AdamWFp32, torch.Tensor, dict[str, torch.T
     generator = torch.Generator().manual_seed(0)
     start = {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
     for name, value in start.items():
-        update.master[name].copy_(value)
-    update.publish()
+        update.load(name, partial(copy, value))
     return update, grads, start
 
 
@@ -53,7 +60,7 @@ def test_bits_are_those_of_torch_for_every_chunk(
         {"params": [p for n, p in params.items() if p.ndim == 2], "weight_decay": SETTINGS.weight_decay},
         {"params": [p for n, p in params.items() if p.ndim == 1], "weight_decay": 0.0},
     ]
-    theirs = torch.optim.AdamW(groups, lr=1e-2, betas=(0.8, 0.95), eps=1e-6, fused=True)
+    theirs = torch.optim.AdamW(groups, lr=LEARNING_RATE, betas=(0.8, 0.95), eps=1e-6, fused=True)
     for step in (1, 2, 3):
         factor = 0.25 if step == 2 else 1.0
         for name, view in flat_views(grads, stage(dtype), dtype.itemsize).items():

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from lazysched.errors import InfeasibleError, UsageError
 from lazysched.lower import lower
-from lazysched.schemas import Curve, Profile, Timing
+from lazysched.schemas import Curve, Profile, Timing, Update
 from lazysched.solver import Solution, print_solution, simulate, solve
 from lazysched.solver.infeasible import MARGIN_BYTES
 from lazysched.solver.instance import STATE_CHOICES, Candidate, Instance, offload_limits
@@ -38,11 +38,11 @@ def every_plan(num_blocks: int, tied: bool) -> list[tuple[float, int, int]]:
     profile = tiny_profile(num_blocks, tied=tied)
     result = []
     for depth in (1, 2):
-        instance = Instance(profile, Candidate(1, 1, depth, 1, offload_limits(profile, 1)[-1]))
+        instance = Instance(profile, Candidate(1, 1, depth, 1, offload_limits(profile, 1)[-1]), "hybrid8", Update())
         for states in itertools.product(STATE_CHOICES, repeat=num_blocks):
             for saves in itertools.product(*(range(len(options)) for options in instance.saves)):
                 for vocabulary in range(len(instance.vocabulary_options)):
-                    plan = make_plan(instance, Choices(states, saves, vocabulary), budget_bytes={}, clip_norm=1.0)
+                    plan = make_plan(instance, Choices(states, saves, vocabulary), budget_bytes={})
                     timeline = simulate(lower(plan, profile.stages), profile, micro_batch=1, steps=4)
                     result.append((timeline.step_s, timeline.peak_bytes["gpu"], timeline.peak_bytes["host"]))
     return result
