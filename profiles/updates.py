@@ -22,6 +22,8 @@ _GRAD_SCALE = 1e-3
 _SETTINGS = AdamWSettings(weight_decay=0.01)
 _Buffer = Callable[[str, torch.dtype], torch.Tensor]
 """(name, dtype) -> flat zeros."""
+_Make = Callable[[_Buffer, torch.device], Callable[[], None]]
+"""(where buffers come from, their device) -> the work to be timed."""
 
 
 def measure_updates(
@@ -49,19 +51,19 @@ def measure_updates(
 
 
 def _cpu_rate(
-    make: Callable[[_Buffer], Callable[[], None]], num_params: int, names: Mapping[str, int], device: torch.device,
+    make: _Make, num_params: int, names: Mapping[str, int], device: torch.device,
     host_limit_bytes: int, repeats: int | None,
 ) -> Rate:  # fmt: skip
     arena = HostArena(names, (), _CPU, host_limit_bytes)
     try:
-        work = make(arena.tensor)
+        work = make(arena.tensor, _CPU)
         return rate(on_cpu_engine(lambda: durations_of(work, _CPU, repeats), device), num_params)
     finally:
         arena.close()
 
 
 def _gpu_rate(
-    make: Callable[[_Buffer], Callable[[], None]], num_params: int, names: Mapping[str, int], device: torch.device,
+    make: _Make, num_params: int, names: Mapping[str, int], device: torch.device,
     repeats: int | None,
 ) -> Rate:  # fmt: skip
     """Rate on ``device``, null where it cannot hold a block's optimizer state."""
@@ -70,7 +72,7 @@ def _gpu_rate(
         return torch.zeros(names[name] // kind.itemsize, dtype=kind, device=device)
 
     try:
-        return rate(durations_of(make(buffer), device, repeats), num_params)
+        return rate(durations_of(make(buffer, device), device, repeats), num_params)
     except torch.OutOfMemoryError:
         return Rate(per_s=None, reason="weights, gradient and optimizer state of a block do not fit the GPU's memory")
 
@@ -82,7 +84,7 @@ def _sizes(stage: Stage, dtype: torch.dtype, state_format: StateFormat) -> Mappi
 
 
 def _update_work(
-    stage: Stage, count: int, buffer: _Buffer, *, dtype: torch.dtype, state_format: StateFormat
+    stage: Stage, count: int, buffer: _Buffer, device: torch.device, *, dtype: torch.dtype, state_format: StateFormat
 ) -> Callable[[], None]:
     """A call that updates ``count`` stages in ``buffer(name, dtype)`` once.
 
@@ -92,14 +94,14 @@ def _update_work(
     for index in range(count):
         weights, grads = buffer(f"weights/{index}", dtype), buffer(f"grads/{index}", dtype)
         state = buffer(f"state/{index}", torch.uint8)
-        grads.copy_(random_normal((grads.numel(),), dtype, grads.device, _GRAD_SCALE))
+        grads.copy_(random_normal((grads.numel(),), dtype, device, _GRAD_SCALE))
         if state_format == "hybrid8":
             updates.append(Hybrid8Update(stage, weights, grads, state, _SETTINGS, FP32_STATE_ELEMENTS))
         else:
             updates.append(AdamWFp32(stage, weights, grads, state.view(torch.float32), _SETTINGS))
         for name in updates[-1].weights:
             updates[-1].load(name, _fill)
-    factor, skip, step = torch.tensor([0.5, 0.0, 10.0], device=grads.device)
+    factor, skip, step = torch.tensor([0.5, 0.0, 10.0], device=device)
     scale = StepScale(factor, _SETTINGS.coefficients(factor, skip, step, 1e-5), learning_rate=1e-5)
 
     def work() -> None:

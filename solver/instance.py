@@ -109,7 +109,8 @@ class Instance:
 
     def __init__(self, profile: Profile, candidate: Candidate, state_format: StateFormat, update: Update) -> None:
         self.profile, self.candidate = profile, candidate
-        self.state_format, self.update = state_format, update
+        self.state_format: StateFormat = state_format
+        self.update = update
         self.element_bytes = BYTES_PER_ELEMENT[profile.compute_dtype]
         self.embed_stage, self.head_stage = profile.stages[0], profile.stages[-1]
         self.block_stages = profile.stages[1:-1]

@@ -107,6 +107,6 @@ def _state_of(name: str, param: torch.nn.Parameter, fp32_elements: int, seed: in
     weight, grad = param.detach().view(-1), torch.zeros(param.numel())
     if param.ndim < 2 or param.numel() <= fp32_elements:
         return Fp32State(weight, grad, None, torch.zeros_like(grad), torch.zeros_like(grad), decays=param.ndim > 1)
-    scales = (torch.zeros(num_blocks(param.numel())) for _ in range(2))
+    scales = torch.zeros(2, num_blocks(param.numel()))
     first, second = torch.zeros(param.numel(), dtype=torch.int8), torch.zeros(param.numel(), dtype=torch.uint8)
-    return BlockState(weight, grad, None, first, second, *scales, stream_of(seed, name), decays=True)
+    return BlockState(weight, grad, None, first, second, scales[0], scales[1], stream_of(seed, name), decays=True)
