@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lazysched.optimizer_state import BLOCK_ELEMENTS
 from lazysched.runtime.hybrid8 import (
+    FIRST_UNITS,
     INVERSE_SEED,
     RECIPROCAL,
     ROOT,
@@ -53,10 +54,11 @@ def update_fp32(state: Fp32State, coefficients: Tensor) -> None:
         first.copy_(fma(first, c.beta1, g * c.first_gain))
         h = g * c.second_gain_fp32
         second.copy_(fma(second, c.beta2, h * h))
-        u = first / fma(second.sqrt(), c.k, c.epsilon)
+        root = second.double().sqrt().float()  # rounded right; the fp32 root of torch is not
+        u = first / fma(root, c.k, c.epsilon)
         x.copy_(fma(c.step_size, u, x * c.decay if state.decays else x))
         if state.master is not None:
-            weight.copy_(x)
+            weight.view(torch.int16).copy_(torch.where(x.isnan(), 0x7FC0, x.bfloat16().view(torch.int16)))
 
 
 def fma(a: Tensor | float, b: Tensor, c: Tensor | float) -> Tensor:
@@ -145,7 +147,7 @@ def _update_chunk(state: BlockState, c: Coefficients, start: int, stop: int) -> 
     x = fma(c.step_size, u, x * c.decay if state.decays else x)
     words = random_words(state.stream, c.step, blocks)
     count = stop - start
-    first.copy_(_encode_first(m, words >> 16 & 0xFF, state.first_scale[here])[:count])
+    first.copy_(_encode_first(m, words >> 2 & 0x3FFF, state.first_scale[here])[:count])
     second.copy_(_encode_second(s, c, state.second_scale[here])[:count])
     master = x.flatten()[:count]
     if state.correction is None:
@@ -169,9 +171,9 @@ def _encode_first(m: Tensor, random: Tensor, scale: Tensor) -> Tensor:
     """Codes int8 [elements]; writes ``scale`` [blocks]."""
     most, inverse_most = _scale_of(m.abs())
     scale.copy_(most)
-    n = m.abs() * inverse_most[:, None]
-    f = fma(m * (inverse_most * 65024.0)[:, None], reciprocal(1.0 + n), 12582912.0)
-    code = _as_int(_bits(f) + random >> 8 & 0xFF, 8)
+    d = fma(m.abs(), inverse_most[:, None].expand_as(m), 1.0)
+    f = fma(m * (inverse_most * FIRST_UNITS)[:, None], reciprocal(d), 12582912.0)
+    code = _as_int(_bits(f) + random >> 14, 8)
     return torch.where(inverse_most[:, None] == 0, 0, code).to(torch.int8).flatten()
 
 
@@ -179,7 +181,7 @@ def _encode_second(s: Tensor, c: Coefficients, scale: Tensor) -> Tensor:
     """Codes uint8 [elements]; writes ``scale`` [blocks]."""
     most, inverse_most = _scale_of(s)
     scale.copy_(most * c.inverse_k)
-    ratio = torch.where(inverse_most == 0, 0.0, 255.0 / most)
+    ratio = torch.where(inverse_most == 0, 0.0, torch.full_like(most, 255.0) / most)  # 255 / most is not a division
     code = _bits(fma(s, ratio[:, None].expand_as(s), 8388608.0).clamp(min=8388610.0)) & 0xFF
     return torch.where(inverse_most[:, None] == 0, 0, code).to(torch.uint8).flatten()
 
