@@ -29,7 +29,8 @@ so that a set of columns can be held apart in fp32: its gradient is zeroed here 
 - The master rounds stochastically: to nearest, an update below its last bit is lost in every step.
 
 **Random bits.** Element e of block b draws the word ``multiplier * e + offset`` mod 2**32: bits 24-31 for the
-master, bits 2-15 for the first moment. Multiplier and offset come from ``mix32`` of seed, tensor, step and b.
+master, bits 2-15 for the first moment. With ``low = mix32(step ^ stream)`` and ``high = mix32(low + (stream >> 32))``,
+``offset = mix32(b ^ low)`` and ``multiplier = mix32(offset + high)``; the stream comes from seed and tensor.
 Multiply-shift hashing is pairwise independent within a block (Dietzfelbinger, STACS 1996), as sums of roundings need.
 
 **Arithmetic.** IEEE single precision to nearest with subnormals, ``fma`` rounding once, in exactly this order; the
@@ -69,14 +70,14 @@ SMALLEST_EPSILON = 1e-30
 SMALLEST_SCALE = 2.0**-80
 
 RECIPROCAL = (2.12121254, -1.45454577, 0.32323235)
-"""Quadratic through 1/d on [1, 2], relative error 1/99, the least possible."""
+"""Quadratic near 1/d on [1, 2], relative error 1/99, the least possible."""
+RECIPROCAL_TWO = 2.0000510
+"""Newton's 2, raised so that the error of y * (2 - d * y), never positive, lies on both sides."""
 ROOT = (2.18762629, -2.18658895, 1.31030124, -0.31133933)
 """Cubic through e**-0.5 where ``ROOT_SEED`` leaves e = v * y * y; relative error 8e-7."""
-FIRST_UNITS = 254 * 2.0**14 - 8
-"""A little less than twice 127 codes, so that rounding up never leads to code 128."""
+FIRST_UNITS = 254 * 2.0**14
 ROOT_SEED = 0x5F378180
 INVERSE_SEED = 0x7EF31200
-WEYL = 0x9E3779B9
 
 
 class Coefficients(NamedTuple):

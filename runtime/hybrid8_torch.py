@@ -13,10 +13,10 @@ from lazysched.runtime.hybrid8 import (
     FIRST_UNITS,
     INVERSE_SEED,
     RECIPROCAL,
+    RECIPROCAL_TWO,
     ROOT,
     ROOT_SEED,
     SMALLEST_SCALE,
-    WEYL,
     BlockState,
     Coefficients,
     Fp32State,
@@ -79,10 +79,9 @@ def fma(a: Tensor | float, b: Tensor, c: Tensor | float) -> Tensor:
 
 
 def reciprocal(d: Tensor) -> Tensor:
-    """1 / d for d in [1, 2], relative error 1e-6: quadratic, then one step of third order."""
+    """1 / d for d in [1, 2], relative error 5.2e-5, a hundredth of a code: quadratic, then Newton's step."""
     y = fma(fma(RECIPROCAL[2], d, RECIPROCAL[1]), d, RECIPROCAL[0])
-    e = fma(-d, y, 1.0)
-    return fma(y, fma(e, e, e), y)
+    return y * fma(-d, y, RECIPROCAL_TWO)
 
 
 def square_root(v: Tensor) -> Tensor:
@@ -94,10 +93,10 @@ def square_root(v: Tensor) -> Tensor:
 
 
 def inverse(d: Tensor) -> Tensor:
-    """1 / d for d in [1e-30, 2**65], relative error 7e-6: integer seed, then one step of fourth order."""
+    """1 / d for d in [1e-30, 2**65], relative error 1.3e-4: integer seed, then one step of third order."""
     y = _float(INVERSE_SEED - _bits(d))
     e = fma(-d, y, 1.0)
-    return fma(y, e, y) * fma(e, e, 1.0)
+    return fma(y, fma(e, e, e), y)
 
 
 def mix32(value: Tensor) -> Tensor:
@@ -111,8 +110,8 @@ def random_words(stream: int, step: Tensor, blocks: Tensor) -> Tensor:
     """The 32-bit word of every element of ``blocks``, int64 [blocks, 256]."""
     low = mix32(step.long() ^ (stream & _MASK))
     high = mix32((low + (stream >> 32)) & _MASK)
-    multiplier = mix32((mix32(blocks ^ low) + high) & _MASK)
-    offset = mix32(multiplier ^ WEYL)
+    offset = mix32(blocks ^ low)
+    multiplier = mix32((offset + high) & _MASK)
     element = torch.arange(BLOCK_ELEMENTS, device=blocks.device)
     return (multiplier[:, None] * element + offset[:, None]) & _MASK
 

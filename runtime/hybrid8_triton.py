@@ -20,11 +20,37 @@ FP32_ELEMENTS = 1024
 _WARPS = 4
 
 _R0, _R1, _R2 = (tl.constexpr(value) for value in hybrid8.RECIPROCAL)
+_TWO = tl.constexpr(hybrid8.RECIPROCAL_TWO)
 _P0, _P1, _P2, _P3 = (tl.constexpr(value) for value in hybrid8.ROOT)
-_ROOT_SEED, _INVERSE_SEED = tl.constexpr(hybrid8.ROOT_SEED), tl.constexpr(hybrid8.INVERSE_SEED)
-_WEYL, _FIRST_UNITS = tl.constexpr(hybrid8.WEYL), tl.constexpr(hybrid8.FIRST_UNITS)
+_ROOT_SEED = tl.constexpr(hybrid8.ROOT_SEED)
+_MINUS_INVERSE_SEED = tl.constexpr(hybrid8.INVERSE_SEED + 2**31)
+_FIRST_UNITS = tl.constexpr(hybrid8.FIRST_UNITS)
 _SMALLEST_SCALE = tl.constexpr(hybrid8.SMALLEST_SCALE)
-_INFINITY_BITS, _NAN_BITS, _MAGNITUDE = tl.constexpr(0x7F800000), tl.constexpr(0x7FC00000), tl.constexpr(0x7FFFFFFF)
+
+# Bytes are moved four elements at a time. ``prmt`` chooses the bytes of its result among eight; 0x4B000000 is 2**23, so
+# that a byte beneath it is a float without a conversion.
+_UNPACK_CODES = tl.constexpr(
+    "{.reg .b32 f; xor.b32 f, $8, 0x80808080;"
+    + "".join(f"prmt.b32 ${k}, f, 0x4B000000, 0x765{k};" for k in range(4))
+    + "".join(f"prmt.b32 ${k + 4}, $9, 0x4B000000, 0x765{k};" for k in range(4))
+    + "}"
+)
+# The correction plus 128 stands below the weight: together the master plus half an ulp of the weight. Masking half of
+# the bytes leaves a zero for the lowest byte.
+_UNPACK_MASTER = tl.constexpr(
+    "{.reg .b32 c, e, o; xor.b32 c, $10, 0x80808080; and.b32 e, c, 0x00FF00FF; and.b32 o, c, 0xFF00FF00;"
+    "prmt.b32 $0, e, $8, 0x5401; prmt.b32 $1, o, $8, 0x7610; prmt.b32 $2, e, $9, 0x5423; prmt.b32 $3, o, $9, 0x7632;"
+    + "".join(f"sub.u32 ${k}, ${k}, 0x8000;" for k in range(4))
+    + "shl.b32 $4, $11, 16; and.b32 $5, $11, 0xFFFF0000; shl.b32 $6, $12, 16; and.b32 $7, $12, 0xFFFF0000;}"
+)
+_PACK_CODES = tl.constexpr(
+    "{.reg .b32 a, b; prmt.b32 a, $2, $3, 0x0062; prmt.b32 b, $4, $5, 0x0062; prmt.b32 $0, a, b, 0x5410;"
+    "prmt.b32 a, $6, $7, 0x0040; prmt.b32 b, $8, $9, 0x0040; prmt.b32 $1, a, b, 0x5410;}"
+)
+_PACK_MASTER = tl.constexpr(
+    "{.reg .b32 a, b; prmt.b32 $0, $3, $4, 0x7632; prmt.b32 $1, $5, $6, 0x7632;"
+    "prmt.b32 a, $3, $4, 0x0051; prmt.b32 b, $5, $6, 0x0051; prmt.b32 a, a, b, 0x5410; xor.b32 $2, a, 0x80808080;}"
+)
 
 
 class TritonUpdate:
@@ -92,15 +118,10 @@ def _float(bits):
 
 
 @triton.jit
-def _widen(halves):
-    return _float(halves.to(tl.uint32) << 16)
-
-
-@triton.jit
-def _reciprocal(d):
-    y = tl.fma(tl.fma(tl.full(d.shape, _R2, tl.float32), d, _R1), d, _R0)
-    e = tl.fma(-d, y, 1.0)
-    return tl.fma(y, tl.fma(e, e, e), y)
+def _minus_reciprocal(d):
+    """-1 / d for d in [1, 2]; the sign comes with the constants, where it costs nothing."""
+    y = tl.fma(tl.fma(tl.full(d.shape, -_R2, tl.float32), d, -_R1), d, -_R0)
+    return y * tl.fma(d, y, _TWO)
 
 
 @triton.jit
@@ -113,10 +134,10 @@ def _square_root(v):
 
 
 @triton.jit
-def _inverse(d):
-    y = _float(_INVERSE_SEED - _bits(d))
-    e = tl.fma(-d, y, 1.0)
-    return tl.fma(y, e, y) * tl.fma(e, e, 1.0)
+def _minus_inverse(d):
+    y = _float(_MINUS_INVERSE_SEED - _bits(d))
+    e = tl.fma(d, y, 1.0)
+    return tl.fma(y, tl.fma(e, e, e), y)
 
 
 @triton.jit
@@ -127,24 +148,98 @@ def _mix32(value):
 
 
 @triton.jit
-def _words(stream_low, stream_high, step, block, element):
+def _words(stream_low, stream_high, step, block):
     """Random words [blocks, 256]."""
     low = _mix32(step.to(tl.uint32) ^ stream_low.to(tl.uint32))
     high = _mix32(low + stream_high.to(tl.uint32))
-    multiplier = _mix32(_mix32(block.to(tl.uint32) ^ low) + high)
-    offset = _mix32(multiplier ^ _WEYL)
-    return multiplier[:, None] * element.to(tl.uint32)[None, :] + offset[:, None]
+    offset = _mix32(block.to(tl.uint32) ^ low)
+    multiplier = _mix32(offset + high)
+    return multiplier[:, None] * tl.arange(0, 256).to(tl.uint32)[None, :] + offset[:, None]
 
 
 @triton.jit
-def _scale_of(magnitude_bits):
-    """Largest of each row as stored, its inverse (0 where all codes are 0), and the largest itself."""
-    bits = tl.max(magnitude_bits.to(tl.int32, bitcast=True), 1)
-    finite = bits < _INFINITY_BITS
-    most = _float(tl.where(finite, bits, _NAN_BITS))
+def _larger(a, b):
+    """The larger, or NaN beside a NaN."""
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _largest(magnitude):
+    """Of each row; NaN where one is in it."""
+    return tl.reduce(magnitude, 1, _larger)
+
+
+@triton.jit
+def _codes(first, second):
+    """Both codes as floats."""
+    first_bits, second_bits = tl.inline_asm_elementwise(
+        _UNPACK_CODES, "=r,=r,=r,=r,=r,=r,=r,=r,r,r", [first, second], (tl.uint32, tl.uint32), is_pure=True, pack=4
+    )
+    return _float(first_bits) - 8388736.0, _float(second_bits) - 8388608.0
+
+
+@triton.jit
+def _step(master, m, s, coefficients_ptr, DECAYS: tl.constexpr):
+    """The new master, from both moments."""
+    u = m * _minus_inverse(s + tl.load(coefficients_ptr + 8))
+    if DECAYS:
+        master = master * tl.load(coefficients_ptr + 9)
+    return tl.fma(u, -tl.load(coefficients_ptr + 7), master)
+
+
+@triton.jit
+def _first_bits(m, inverse_most, word):
+    """Words whose third byte is the code of the first moment."""
+    minus_reciprocal = _minus_reciprocal(tl.fma(tl.abs(m), inverse_most[:, None], 1.0))
+    f = tl.fma(m * (inverse_most * -_FIRST_UNITS)[:, None], minus_reciprocal, 12582912.0)
+    return (_bits(f) << 2) + (word & 0xFFFC)
+
+
+@triton.jit
+def _store_careful(
+    weight_ptr, correction_ptr, first_ptr, second_ptr, first_scale_ptr, second_scale_ptr, coefficients_ptr, numel,
+    at, block, m, s, word, NARROW: tl.constexpr, DECAYS: tl.constexpr,
+):  # fmt: skip
+    """Store a tile in which something is not finite, or a weight of zero has a negative correction."""
+    inside, row_inside = at < numel, block.to(tl.int64) * 256 < numel
+    if NARROW:
+        high = tl.load(weight_ptr + at, inside, 0).to(tl.int32)
+        low = tl.load(correction_ptr + at, inside, 0).to(tl.int32)
+        low = tl.where(((high & 0x7FFF) == 0) & (low < 0), 0, low)
+        master = _float((high << 16) + (low << 8))
+    else:
+        master = tl.load(weight_ptr + at, inside, 0.0)
+    x = _step(master, m, s, coefficients_ptr, DECAYS)
+    magnitude = _bits(x) & 0x7FFFFFFF
+    is_finite, is_nan = magnitude < 0x7F800000, magnitude > 0x7F800000
+    if NARROW:
+        bits = _bits(x) + (word >> 24)
+        weight = tl.where(is_finite, (bits + 0x8000) >> 16, tl.where(is_nan, 0x7FC0, _bits(x) >> 16))
+        tl.store(weight_ptr + at, weight.to(tl.int16), inside)
+        tl.store(correction_ptr + at, tl.where(is_finite, bits >> 8, 0).to(tl.int8), inside)
+    else:
+        tl.store(weight_ptr + at, tl.where(is_nan, _float(tl.full(x.shape, 0x7FC00000, tl.uint32)), x), inside)
+
+    most, coded = _careful_scale(m)
+    inverse_most = tl.where(coded, tl.div_rn(1.0, most), 0.0)
+    first = (_first_bits(m, inverse_most, word) >> 16).to(tl.int8)
+    tl.store(first_ptr + at, tl.where(coded[:, None], first, 0), inside)
+    tl.store(first_scale_ptr + block, most, row_inside)
+    most, coded = _careful_scale(s)
+    ratio = tl.where(coded, tl.div_rn(255.0, most), 0.0)
+    second = _bits(tl.maximum(tl.fma(s, ratio[:, None], 8388608.0), 8388610.0)).to(tl.uint8)
+    tl.store(second_ptr + at, tl.where(coded[:, None], second, 0), inside)
+    tl.store(second_scale_ptr + block, tl.where(most == most, most * tl.load(coefficients_ptr + 6), most), row_inside)
+
+
+@triton.jit
+def _careful_scale(moment):
+    """Largest magnitude of each row as it is stored, and whether the row has codes other than 0."""
+    bits = tl.max((_bits(moment) & 0x7FFFFFFF).to(tl.int32, bitcast=True), 1)
+    is_finite = bits < 0x7F800000
+    most = _float(tl.where(is_finite, bits, 0x7FC00000))
     most = tl.where(most < _SMALLEST_SCALE, 0.0, most)
-    coded = finite & (most > 0.0)
-    return most, coded
+    return most, is_finite & (most > 0.0)
 
 
 # A stream of 1 would become a constant, which has no type.
@@ -156,67 +251,66 @@ def _update_blocks(
 ):  # fmt: skip
     if tl.load(coefficients_ptr) != 0.0:
         return
-    step = tl.load(coefficients_ptr + 1)
     block = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    element = tl.arange(0, 256)
-    at = block.to(tl.int64)[:, None] * 256 + element[None, :]
+    at = block.to(tl.int64)[:, None] * 256 + tl.arange(0, 256)[None, :]
     row_inside = block.to(tl.int64) * 256 < numel
     inside = None if WHOLE else at < numel
     other = None if WHOLE else 0
 
-    grad = tl.load(grad_ptr + at, inside, other)
-    code = tl.load(first_ptr + at, inside, other).to(tl.float32)
-    root_code = tl.load(second_ptr + at, inside, other).to(tl.float32)
+    weight, grad = tl.load(weight_ptr + at, inside, other), tl.load(grad_ptr + at, inside, other)
+    code, root_code = _codes(tl.load(first_ptr + at, inside, other), tl.load(second_ptr + at, inside, other))
     if NARROW:
-        g = _widen(grad)
-        high = tl.load(weight_ptr + at, inside, other).to(tl.int32)
-        low = tl.load(correction_ptr + at, inside, other).to(tl.int32)
-        low = tl.where(((high & 0x7FFF) == 0) & (low < 0), 0, low)
-        master = _float((high << 16) + (low << 8))
+        correction = tl.load(correction_ptr + at, inside, other)
+        master_bits, grad_bits = tl.inline_asm_elementwise(
+            _UNPACK_MASTER, "=r,=r,=r,=r,=r,=r,=r,=r,r,r,r,r,r", [weight, correction, grad], (tl.uint32, tl.uint32),
+            is_pure=True, pack=4,
+        )  # fmt: skip
+        master, g = _float(master_bits), _float(grad_bits)
     else:
-        g = grad
-        master = tl.load(weight_ptr + at, inside, other)
+        master, g = weight, grad
 
     first_unit = tl.load(first_scale_ptr + block, row_inside, 0.0) * tl.load(coefficients_ptr + 2)
     second_unit = tl.load(second_scale_ptr + block, row_inside, 0.0) * tl.load(coefficients_ptr + 4)
-    companded = code * _reciprocal(tl.fma(tl.abs(code), -1.0 / 127.0, 2.0))
-    m = tl.fma(companded, first_unit[:, None], g * tl.load(coefficients_ptr + 3))
+    companded = code * _minus_reciprocal(tl.fma(tl.abs(code), -1.0 / 127.0, 2.0))
+    m = tl.fma(companded, -first_unit[:, None], g * tl.load(coefficients_ptr + 3))
     a = root_code * second_unit[:, None]
     h = g * tl.load(coefficients_ptr + 5)
     s = _square_root(tl.fma(a, a, h * h))
-    u = m * _inverse(s + tl.load(coefficients_ptr + 8))
-    if DECAYS:
-        master = master * tl.load(coefficients_ptr + 9)
-    x = tl.fma(u, tl.load(coefficients_ptr + 7), master)
+    x = _step(master, m, s, coefficients_ptr, DECAYS)
+    word = _words(stream_low, stream_high, tl.load(coefficients_ptr + 1), block)
 
-    word = _words(stream_low, stream_high, step, block, element)
-    most, coded = _scale_of(_bits(m) & _MAGNITUDE)
-    tl.store(first_scale_ptr + block, most, row_inside)
-    inverse_most = tl.where(coded, tl.div_rn(1.0, most), 0.0)
-    f = tl.fma(
-        m * (inverse_most * _FIRST_UNITS)[:, None],
-        _reciprocal(tl.fma(tl.abs(m), inverse_most[:, None], 1.0)),
-        12582912.0,
-    )
-    first = ((_bits(f) + (word & 0x3FFF)) >> 14).to(tl.int8)
-    tl.store(first_ptr + at, tl.where(coded[:, None], first, 0), inside)
-
-    most, coded = _scale_of(_bits(s) & _MAGNITUDE)
-    tl.store(second_scale_ptr + block, most * tl.load(coefficients_ptr + 6), row_inside)
-    ratio = tl.where(coded, tl.div_rn(255.0, most), 0.0)
-    lowest = tl.where(coded, 8388610.0, 8388608.0)
-    second = _bits(tl.maximum(tl.fma(s, ratio[:, None], 8388608.0), lowest[:, None])).to(tl.uint8)
-    tl.store(second_ptr + at, tl.where(coded[:, None], second, 0), inside)
-
-    exponent = _bits(x) & _MAGNITUDE
+    most_first = _largest(tl.abs(m))
+    most_second = _float(tl.max(_bits(s).to(tl.int32, bitcast=True), 1))  # not negative where it is finite
+    worst = _larger(_larger(most_first, most_second), _largest(tl.abs(x)))
+    if not (tl.reduce(worst, 0, _larger) < float("inf")):
+        _store_careful(
+            weight_ptr, correction_ptr, first_ptr, second_ptr, first_scale_ptr, second_scale_ptr, coefficients_ptr,
+            numel, at, block, m, s, word, NARROW, DECAYS,
+        )  # fmt: skip
+        return
+    most_first = tl.where(most_first < _SMALLEST_SCALE, 0.0, most_first)
+    most_second = tl.where(most_second < _SMALLEST_SCALE, 0.0, most_second)
+    tl.store(first_scale_ptr + block, most_first, row_inside)
+    tl.store(second_scale_ptr + block, most_second * tl.load(coefficients_ptr + 6), row_inside)
+    inverse_most = tl.where(most_first > 0.0, tl.div_rn(1.0, most_first), 0.0)
+    ratio = tl.where(most_second > 0.0, tl.div_rn(255.0, most_second), 0.0)
+    lowest = tl.where(most_second > 0.0, 8388610.0, 8388608.0)
+    second_bits = _bits(tl.maximum(tl.fma(s, ratio[:, None], 8388608.0), lowest[:, None]))
+    first, second = tl.inline_asm_elementwise(
+        _PACK_CODES, "=r,=r,r,r,r,r,r,r,r,r", [_first_bits(m, inverse_most, word), second_bits], (tl.int8, tl.uint8),
+        is_pure=True, pack=4,
+    )  # fmt: skip
+    tl.store(first_ptr + at, first, inside)
+    tl.store(second_ptr + at, second, inside)
     if NARROW:
-        bits = _bits(x) + (word >> 24)
-        special = tl.where(exponent > _INFINITY_BITS, 0x7FC0, _bits(x) >> 16)
-        finite = exponent < _INFINITY_BITS
-        tl.store(weight_ptr + at, tl.where(finite, (bits + 0x8000) >> 16, special).to(tl.int16), inside)
-        tl.store(correction_ptr + at, tl.where(finite, bits >> 8, 0).to(tl.int8), inside)
+        new_weight, new_correction = tl.inline_asm_elementwise(
+            _PACK_MASTER, "=r,=r,=r,r,r,r,r", [_bits(x) + (word >> 24) + 0x8000], (tl.int16, tl.int8), is_pure=True,
+            pack=4,
+        )  # fmt: skip
+        tl.store(weight_ptr + at, new_weight, inside)
+        tl.store(correction_ptr + at, new_correction, inside)
     else:
-        tl.store(weight_ptr + at, _float(tl.where(exponent > _INFINITY_BITS, _NAN_BITS, _bits(x))), inside)
+        tl.store(weight_ptr + at, x, inside)
 
 
 @triton.jit
@@ -230,7 +324,7 @@ def _update_fp32(
     inside = at < numel
     grad = tl.load(grad_ptr + at, inside, 0)
     if NARROW:
-        g = _widen(grad)
+        g = _float(grad.to(tl.uint32) << 16)
         master = tl.load(master_ptr + at, inside, 0.0)
     else:
         g = grad
@@ -248,7 +342,7 @@ def _update_fp32(
     tl.store(second_ptr + at, v, inside)
     if NARROW:
         bits = _bits(x)
-        is_nan = (bits & _MAGNITUDE) > _INFINITY_BITS
+        is_nan = (bits & 0x7FFFFFFF) > 0x7F800000
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
         tl.store(weight_ptr + at, tl.where(is_nan, 0x7FC0, rounded).to(tl.int16), inside)
         tl.store(master_ptr + at, x, inside)

@@ -4,8 +4,7 @@
 
 LAZYSCHED_INLINE F reciprocal(F d) {
   const F y = fma(fma(set(kReciprocal[2]), d, set(kReciprocal[1])), d, set(kReciprocal[0]));
-  const F e = fnma(d, y, set(1.0f));
-  return fma(y, fma(e, e, e), y);
+  return mul(y, fnma(d, y, set(kReciprocalTwo)));
 }
 
 LAZYSCHED_INLINE F square_root(F v) {
@@ -17,7 +16,7 @@ LAZYSCHED_INLINE F square_root(F v) {
 LAZYSCHED_INLINE F inverse(F d) {
   const F y = as_float(sub(set_bits(kInverseSeed), as_bits(d)));
   const F e = fnma(d, y, set(1.0f));
-  return mul(fma(y, e, y), fma(e, e, set(1.0f)));
+  return fma(y, fma(e, e, e), y);
 }
 
 // Passes over a block hand on through the innermost cache. Three short ones run faster than one: the chain of dependent

@@ -24,8 +24,7 @@ inline bool is_finite(float value) { return (bits_of(value) & 0x7F800000u) != 0x
 
 inline float reciprocal(float d) {
   const float y = std::fma(std::fma(kReciprocal[2], d, kReciprocal[1]), d, kReciprocal[0]);
-  const float e = std::fma(-d, y, 1.0f);
-  return std::fma(y, std::fma(e, e, e), y);
+  return y * std::fma(-d, y, kReciprocalTwo);
 }
 
 inline float square_root(float v) {
@@ -37,7 +36,7 @@ inline float square_root(float v) {
 inline float inverse(float d) {
   const float y = float_of(kInverseSeed - bits_of(d));
   const float e = std::fma(-d, y, 1.0f);
-  return std::fma(y, e, y) * std::fma(e, e, 1.0f);
+  return std::fma(y, std::fma(e, e, e), y);
 }
 
 inline float bf16(uint16_t value) { return float_of(static_cast<uint32_t>(value) << 16); }

@@ -8,12 +8,13 @@ namespace lazysched {
 constexpr int64_t kBlock = 256;
 constexpr float kSmallestScale = 0x1p-80f;
 constexpr float kReciprocal[3] = {2.12121254f, -1.45454577f, 0.32323235f};
+constexpr float kReciprocalTwo = 2.0000510f;
 constexpr float kRoot[4] = {2.18762629f, -2.18658895f, 1.31030124f, -0.31133933f};
-constexpr uint32_t kRootSeed = 0x5F378180u, kInverseSeed = 0x7EF31200u, kWeyl = 0x9E3779B9u;
+constexpr uint32_t kRootSeed = 0x5F378180u, kInverseSeed = 0x7EF31200u;
 constexpr float kFirstMagic = 12582912.0f;   // 1.5 * 2^23: the low bits of a sum with it are a signed integer
 constexpr float kSecondMagic = 8388608.0f;   // 2^23: likewise, not negative
 constexpr float kSecondLowest = 8388610.0f;  // code 2
-constexpr float kFirstUnits = 4161528.0f;    // 254 * 2^14 - 8
+constexpr float kFirstUnits = 4161536.0f;    // 254 * 2^14
 
 enum Format : int32_t { kBf16Blocks = 0, kFp32Blocks = 1, kBf16Fp32 = 2, kFp32Fp32 = 3 };
 
@@ -50,8 +51,8 @@ inline uint32_t mix32(uint32_t value) {
 inline BlockRandom random_of(const Tensor& t, const Coefficients& c, int64_t block) {
   const uint32_t low = mix32(static_cast<uint32_t>(c.step) ^ t.stream_low);
   const uint32_t high = mix32(low + t.stream_high);
-  const uint32_t multiplier = mix32(mix32(static_cast<uint32_t>(block) ^ low) + high);
-  return {multiplier, mix32(multiplier ^ kWeyl)};
+  const uint32_t offset = mix32(static_cast<uint32_t>(block) ^ low);
+  return {mix32(offset + high), offset};
 }
 
 // One block of arrays that have all 256 elements.
