@@ -136,7 +136,7 @@ class HybridAdamW8bit(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        members = [m for m in self._members() if m.param.grad is not None and m.param.numel() > 0]
+        members = [m for m in self._members() if m.param.grad is not None]
         for index, _, param in members:
             self._check(index, param)
         if members:
@@ -211,6 +211,7 @@ class HybridAdamW8bit(torch.optim.Optimizer):
         factor, skip = self._factor_and_skip([m.param for m in members])
         if skip.is_cpu and bool(skip):
             return  # before any state is made
+        members = [m for m in members if m.param.numel() > 0]  # as torch: an empty one has a norm but no update
         for (group, _), cohort in self._cohorts(members, skip).items():
             step = self.state[cohort[0].param]["step"]
             with torch.cuda.device_of(step):
