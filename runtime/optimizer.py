@@ -99,21 +99,22 @@ class HybridAdamW8bit(torch.optim.Optimizer):
         self.max_grad_norm = max_grad_norm
         self.skip_nonfinite = skip_nonfinite
         self.grad_norm: Tensor | None = None
-        self.num_skipped_steps = torch.zeros((), dtype=torch.int64)
         self._norms = GradNorms()
         defaults = {
             "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "state": state,
             "fp32_elements": fp32_elements, "seed": seed,
         }  # fmt: skip
         super().__init__(params, defaults)
+        device = next((m.param.device for m in self._members()), None)
+        self.num_skipped_steps = torch.zeros((), dtype=torch.int64, device=device)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, as in ``torch.optim.Optimizer``; refused groups are not added."""
         super().add_param_group(param_group)
         try:
             check_options(self.param_groups[-1])
-            for index, _, param in self._members():
-                check_param(index, param)
+            for number, _, param in self._members():
+                check_param(number, param)
         except UsageError:
             self.param_groups.pop()
             raise
@@ -137,8 +138,8 @@ class HybridAdamW8bit(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         members = [m for m in self._members() if m.param.grad is not None]
-        for index, _, param in members:
-            self._check(index, param)
+        for number, _, param in members:
+            self._check(number, param)
         if members:
             self._update(members)
         return loss
@@ -147,7 +148,12 @@ class HybridAdamW8bit(torch.optim.Optimizer):
         """The weights of ``param`` as precisely as they are known, for export: fp32, a copy in its shape.
 
         For a bf16 parameter these are 24 bits, or 32 where its state is fp32; before its first step its own 8.
+
+        Raises:
+            UsageError: ``param`` is in no group.
         """
+        if not any(member.param is param for member in self._members()):
+            raise UsageError(f"param: one of shape {tuple(param.shape)} is in no group; give one of this optimizer's")
         state = self.state.get(param, {})
         weight = param.detach()
         if "correction" in state:
@@ -187,16 +193,16 @@ class HybridAdamW8bit(torch.optim.Optimizer):
         params = ((g, param) for g, group in enumerate(self.param_groups) for param in group["params"])
         return (_Member(number, g, param) for number, (g, param) in enumerate(params))
 
-    def _check(self, index: int, param: Tensor) -> None:
-        check_param(index, param)
-        check_grad(index, param)
+    def _check(self, number: int, param: Tensor) -> None:
+        check_param(number, param)
+        check_grad(number, param)
         state = self.state.get(param)
         if not state:
             return
-        check_state("params", index, param, state)
+        check_state("params", number, param, state)
         if state["first"].device != param.device:
             where = f"is on {param.device}, its state on {state['first'].device}"
-            raise UsageError(f"params: parameter {index} {where}; move the model before the optimizer is made")
+            raise UsageError(f"params: parameter {number} {where}; move the model before the optimizer is made")
 
     @property
     def _needs_norm(self) -> bool:
@@ -228,9 +234,7 @@ class HybridAdamW8bit(torch.optim.Optimizer):
             return one, torch.zeros((), device=device)
         self.grad_norm = norm = self._norms.total(params)
         is_skipped = ~torch.isfinite(norm)
-        if self.num_skipped_steps.device != device:
-            self.num_skipped_steps = self.num_skipped_steps.to(device)
-        self.num_skipped_steps = self.num_skipped_steps + is_skipped
+        self.num_skipped_steps = self.num_skipped_steps.to(device) + is_skipped
         factor = one if self.max_grad_norm is None else torch.clamp(self.max_grad_norm / (norm + 1e-6), max=1.0)
         return factor, is_skipped.float()
 
@@ -284,6 +288,8 @@ def _update_by_torch(
 ) -> None:
     """One step of AdamW by the fused kernel of torch; the gradient is multiplied by ``factor`` in a copy."""
     assert isinstance(state, Fp32State)
+    if step.is_cpu and bool(skip):  # beside a GPU; the kernel for CPUs does not look at ``found_inf``
+        return
     master = state.weight if state.master is None else state.master
     grad = state.grad.float()
     beta1, beta2 = group["betas"]

@@ -72,13 +72,13 @@ def check_options(group: dict[str, Any]) -> None:
             raise UsageError(f"{name}: {group[name]!r}; give an integer of at least 0")
 
 
-def check_param(index: int, param: Tensor) -> None:
+def check_param(number: int, param: Tensor) -> None:
     """Refuse a parameter that kernels cannot address.
 
     Raises:
-        UsageError: with its index through all groups.
+        UsageError: with its number, counted through all groups.
     """
-    name = f"params: parameter {index} of shape {tuple(param.shape)}"
+    name = f"params: parameter {number} of shape {tuple(param.shape)}"
     if is_traceable_wrapper_subclass(param):
         raise UsageError(f"{name} is a {type(param).__name__}, not supported; give the plain tensor that it wraps")
     if param.dtype not in (torch.bfloat16, torch.float32):
@@ -89,26 +89,26 @@ def check_param(index: int, param: Tensor) -> None:
         raise UsageError(f"{name} is not contiguous; set its data to param.data.contiguous()")
 
 
-def check_grad(index: int, param: Tensor) -> None:
+def check_grad(number: int, param: Tensor) -> None:
     """Refuse a gradient that is sparse or of another dtype than its parameter.
 
     Raises:
-        UsageError: with the index of the parameter.
+        UsageError: with the number of the parameter.
     """
     grad = param.grad
     assert grad is not None
     if grad.layout != torch.strided:
-        raise UsageError(f"grad: that of parameter {index} has layout {grad.layout}; make it dense (sparse=False)")
+        raise UsageError(f"grad: that of parameter {number} has layout {grad.layout}; make it dense (sparse=False)")
     if grad.dtype != param.dtype:
-        raise UsageError(f"grad: that of parameter {index} has dtype {grad.dtype}; convert it to {param.dtype}")
+        raise UsageError(f"grad: that of parameter {number} has dtype {grad.dtype}; convert it to {param.dtype}")
 
 
-def check_state(where: str, index: int, param: Tensor, state: ParamState) -> None:
+def check_state(where: str, number: int, param: Tensor, state: ParamState) -> None:
     """Refuse a state that is not one of ``param``, wherever it lies.
 
     Args:
         where: what the user gave, for the message.
-        index: of the parameter through all groups.
+        number: of the parameter, counted through all groups.
         param: the parameter.
         state: of it, supposedly.
 
@@ -119,11 +119,11 @@ def check_state(where: str, index: int, param: Tensor, state: ParamState) -> Non
     remedy = "use the optimizer and the parameters that it was made for"
     if state.keys() != parts.keys():
         is_of = f"a state of {param.dtype} has {', '.join(parts)}"
-        raise UsageError(f"{where}: parameter {index} has {', '.join(state)}, but {is_of}; {remedy}")
+        raise UsageError(f"{where}: parameter {number} has {', '.join(state)}, but {is_of}; {remedy}")
     for name, (shape, dtype) in parts.items():
         found = tuple(state[name].shape), state[name].dtype
         if found != (shape, dtype):
-            raise UsageError(f"{where}: {name} of parameter {index} is {found}, expected {(shape, dtype)}; {remedy}")
+            raise UsageError(f"{where}: {name} of parameter {number} is {found}, expected {(shape, dtype)}; {remedy}")
 
 
 def _parts(param: Tensor, is_8bit: bool) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
