@@ -99,9 +99,11 @@ def _moved(param: Parameter) -> None:
 def _at_the_same_address(param: Parameter) -> None:
     """As when the old gradient was freed and its memory used again: only the tensor is another one."""
     assert param.grad is not None
-    alias = param.grad.data.mul_(2)
-    param.grad = alias.data
-    assert param.grad._version == 0
+    alias, version = param.grad.data.mul_(2).data, param.grad._version
+    while alias._version < version:
+        alias.mul_(1)
+    param.grad = alias
+    assert param.grad._version == version
 
 
 def _clipped(param: Parameter) -> None:
