@@ -14,10 +14,11 @@ import triton.language as tl
 from lazysched.runtime import hybrid8
 from lazysched.runtime.hybrid8 import BlockState, Fp32State
 
-ROWS = 8
-"""Blocks of 256 elements that a program updates: 16 elements a thread with 4 warps."""
+ROWS = 2
+"""Blocks of 256 elements that a program updates: 16 elements a thread with one warp, which needs no barrier."""
 FP32_ELEMENTS = 1024
-_WARPS = 4
+_WARPS = 1
+_FP32_WARPS = 4
 
 _R0, _R1, _R2 = (tl.constexpr(value) for value in hybrid8.RECIPROCAL)
 _TWO = tl.constexpr(hybrid8.RECIPROCAL_TWO)
@@ -93,7 +94,7 @@ def _launch_fp32(state: Fp32State, coefficients: torch.Tensor) -> None:
     weight, grad = (_integers(array) if narrow else array for array in (state.weight, state.grad))
     _update_fp32[(triton.cdiv(state.weight.numel(), FP32_ELEMENTS),)](
         weight, grad, state.master, state.first, state.second, coefficients, state.weight.numel(), NARROW=narrow,
-        DECAYS=state.decays, ELEMENTS=FP32_ELEMENTS, num_warps=_WARPS, enable_fp_fusion=False,
+        DECAYS=state.decays, ELEMENTS=FP32_ELEMENTS, num_warps=_FP32_WARPS, enable_fp_fusion=False,
     )  # fmt: skip
 
 
