@@ -15,13 +15,13 @@ def stream_step(params: int) -> Callable[[], object]:
     """A call that reads 7 and writes 5 bytes of each of ``params`` parameters."""
     halves = [torch.zeros(params, dtype=torch.int16, device="cuda") for _ in range(2)]
     codes = [torch.zeros(params, dtype=torch.int8, device="cuda") for _ in range(3)]
-    return lambda: _stream[(triton.cdiv(params, ELEMENTS),)](*halves, *codes, params, ELEMENTS, num_warps=4)
+    return lambda: _stream[(triton.cdiv(params, ELEMENTS),)](*halves, *codes, params, ELEMENTS=ELEMENTS, num_warps=4)
 
 
 @triton.jit
-def _stream(weight_ptr, grad_ptr, correction_ptr, first_ptr, second_ptr, params, ELEMENTS: tl.constexpr):
+def _stream(weight_ptr, grad_ptr, correction_ptr, first_ptr, second_ptr, numel, ELEMENTS: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * ELEMENTS + tl.arange(0, ELEMENTS)
-    inside = at < params
+    inside = at < numel
     weight, grad = tl.load(weight_ptr + at, inside), tl.load(grad_ptr + at, inside)
     correction, first = tl.load(correction_ptr + at, inside), tl.load(first_ptr + at, inside)
     second = tl.load(second_ptr + at, inside)

@@ -209,6 +209,7 @@ def test_without_clipping_and_check_no_norm_is_taken() -> None:
     assert not params[0].isnan().any()
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=gpu)])
 @formats
 def test_a_step_waits_for_nothing_on_a_gpu(device: str, state: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,8 +219,8 @@ def test_a_step_waits_for_nothing_on_a_gpu(device: str, state: str, monkeypatch:
     monkeypatch.setattr(module, "prepare", lambda states: SimpleNamespace(update=lambda scalars: None))
     for step in range(3):
         set_gradients(params, step)
-        torch.cuda.set_sync_debug_mode("error")
         try:
+            torch.cuda.set_sync_debug_mode("error")
             optimizer.step()
         finally:
             torch.cuda.set_sync_debug_mode("default")
