@@ -28,8 +28,9 @@ so that a set of columns can be held apart in fp32: its gradient is zeroed here 
   gradients leave weights that drift for ever.
 - The master rounds stochastically: to nearest, an update below its last bit is lost in every step.
 
-**Random bits.** Element e of block b draws the two upper bytes of ``multiplier * e + offset`` mod 2**32: the upper one
-for the master, the next for the first moment. Multiplier and offset come from ``mix32`` of seed, tensor, step and b.
+**Random bits.** Element e of block b draws the word ``multiplier * e + offset`` mod 2**32: bits 24-31 for the
+master, bits 2-15 for the first moment. With ``low = mix32(step ^ stream)`` and ``high = mix32(low + (stream >> 32))``,
+``offset = mix32(b ^ low)`` and ``multiplier = mix32(offset + high)``; the stream comes from seed and tensor.
 Multiply-shift hashing is pairwise independent within a block (Dietzfelbinger, STACS 1996), as sums of roundings need.
 
 **Arithmetic.** IEEE single precision to nearest with subnormals, ``fma`` rounding once, in exactly this order; the
@@ -39,10 +40,11 @@ functions named are below:
     ``a = code * (second_scale * second_decay)``, ``h = g * second_gain``, ``v = fma(a, a, h * h)``. Here v is already
     multiplied by the bias correction k**2 = 1 / (1 - beta2**t).
 2.  ``s = square_root(v)``, ``u = m * inverse(s + epsilon)``, ``x = fma(step_size, u, master * decay)``.
-3.  Scales: maxima over the block of |m| and of s * inverse_k; a maximum below 2**-100 is stored as 0 with all codes 0,
+3.  Scales: maxima over the block of |m| and of s * inverse_k; a maximum below 2**-80 is stored as 0 with all codes 0,
     so that nothing decays into subnormals.
-4.  Encode: ``f = fma(m * (65024 / max|m|), reciprocal(1 + |m| * (1 / max|m|)), 1.5 * 2**23)`` holds 256 times the code;
-    the code is ``(bits(f) + random) >> 8``. ``f = max(fma(s, 255 / max s, 2**23), 2**23 + 2)`` holds the second.
+4.  Encode: ``f = fma(m * (r * FIRST_UNITS), reciprocal(fma(|m|, r, 1)), 1.5 * 2**23)`` with ``r = 1 / max|m|`` holds
+    2**14 times the code; the code is ``(bits(f) + random) >> 14``, lowest byte.
+    ``f = max(fma(s, 255 / max s, 2**23), 2**23 + 2)`` holds the second code in its lowest byte.
 5.  ``bits = bits(x) + random``; ``weight = (bits + 0x8000) >> 16``, ``correction = bits >> 8``, lowest byte.
 
 Not finite: a master that overflows or is not a number is stored as the infinity or NaN of its weight, correction 0; a
@@ -65,15 +67,17 @@ from lazysched.optimizer_state import BLOCK_ELEMENTS
 
 SMALLEST_EPSILON = 1e-30
 """Below it a second moment of zero would divide by nothing."""
-SMALLEST_SCALE = 2.0**-100
+SMALLEST_SCALE = 2.0**-80
 
 RECIPROCAL = (2.12121254, -1.45454577, 0.32323235)
-"""Quadratic through 1/d on [1, 2], relative error 1/99, the least possible."""
+"""Quadratic near 1/d on [1, 2], relative error 1/99, the least possible."""
+RECIPROCAL_TWO = 2.0000510
+"""Newton's 2, raised so that the error of y * (2 - d * y), never positive, lies on both sides."""
 ROOT = (2.18762629, -2.18658895, 1.31030124, -0.31133933)
 """Cubic through e**-0.5 where ``ROOT_SEED`` leaves e = v * y * y; relative error 8e-7."""
+FIRST_UNITS = 254 * 2.0**14
 ROOT_SEED = 0x5F378180
 INVERSE_SEED = 0x7EF31200
-WEYL = 0x9E3779B9
 
 
 class Coefficients(NamedTuple):

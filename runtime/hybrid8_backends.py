@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
+import warnings
 from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 
-from lazysched.runtime import hybrid8_torch
+from lazysched.runtime import hybrid8_torch, kernels
 from lazysched.runtime.hybrid8 import BlockState, Fp32State
 
 States = Sequence[BlockState | Fp32State]
@@ -42,6 +44,38 @@ class TorchUpdate:
                 hybrid8_torch.update_fp32(state, coefficients)
 
 
-def prepare(states: States) -> PreparedUpdate:
-    """The fastest backend for the device that holds ``states``."""
+def prepare(states: States, *, threads: int | None = None) -> PreparedUpdate:
+    """The fastest backend for the device that holds ``states``.
+
+    Args:
+        states: tensors on one device, contiguous.
+        threads: that update on a CPU; None takes as many as the process may use cores.
+    """
+    if not states:
+        return TorchUpdate(states)
+    if states[0].weight.is_cuda:
+        return _on_gpu(states)
+    if kernels.is_built():
+        return kernels.CompiledUpdate(states, threads=threads)
+    _warn(
+        "lazysched: the compiled optimizer is missing, because there was no C++ compiler when the package was "
+        "installed; the same results come from torch, many times slower. Install a compiler, then lazysched again."
+    )
     return TorchUpdate(states)
+
+
+def _on_gpu(states: States) -> PreparedUpdate:
+    if importlib.util.find_spec("triton") is not None:
+        from lazysched.runtime.hybrid8_triton import TritonUpdate
+
+        return TritonUpdate(states)
+    _warn(
+        "lazysched: Triton is missing, so the optimizer runs as torch operations on the GPU: the same results, many "
+        "times slower. Install triton."
+    )
+    return TorchUpdate(states)
+
+
+def _warn(message: str) -> None:
+    """Warn where the user called; Python shows one warning a place."""
+    warnings.warn(message, RuntimeWarning, stacklevel=3)
