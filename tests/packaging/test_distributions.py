@@ -18,7 +18,20 @@ ROOT = Path(__file__).resolve().parents[2]
 ROOMS = ("profiles", "solver", "runtime")
 SHIPPED = {".py", ".yaml", ".typed"}
 LEFT_OUT = shutil.ignore_patterns(
-    ".git", ".venv", ".whl", "build", "dist", "*.egg-info", "__pycache__", ".*_cache", ".hypothesis", "quickstart"
+    ".git",
+    ".venv",
+    ".whl",
+    "build",
+    "dist",
+    "*.egg-info",
+    "__pycache__",
+    ".*_cache",
+    ".hypothesis",
+    "quickstart",
+    "*.so",
+    ".scratch",
+    ".model",
+    ".whl-*",
 )
 
 
@@ -91,6 +104,37 @@ def test_the_sdist_is_the_checkout_once(distributions: tuple[Path, Path]) -> Non
     assert "tests/packaging/test_distributions.py" in names
     doubled = [name for name in names if name.startswith(tuple(f"lazysched/{room}" for room in ROOMS))]
     assert doubled == []
+
+
+def test_the_wheel_carries_the_compiled_optimizer_and_the_sdist_its_source(distributions: tuple[Path, Path]) -> None:
+    sdist, wheel = distributions
+    assert [name for name in _names(wheel) if name.startswith("lazysched/runtime/_kernels") and name.endswith(".so")]
+    with tarfile.open(sdist) as archive:
+        names = {"/".join(name.split("/")[1:]) for name in archive.getnames()}
+    sources = {f"runtime/csrc/{path.name}" for path in (ROOT / "runtime" / "csrc").iterdir()}
+    assert sources | {"setup.py"} <= names
+
+
+def test_without_a_compiler_it_installs_and_torch_updates(tmp_path: Path) -> None:
+    checkout = _checkout(tmp_path / "checkout", links=True)
+    command = [sys.executable, "-m", "build", "--no-isolation", "--wheel", "--outdir", tmp_path / "dist", checkout]
+    _run(command, checkout, CC="/bin/false", CXX="/bin/false")
+    (wheel,) = (tmp_path / "dist").glob("*.whl")
+    assert not [name for name in _names(wheel) if name.endswith(".so")]
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path / "site")
+    code = (
+        "import torch, warnings; from lazysched.runtime.optimizer import HybridAdamW8bit; "
+        "p = torch.nn.Parameter(torch.ones(100, 100)); p.grad = torch.ones_like(p); "
+        "HybridAdamW8bit([p], lr=0.5).step(); print(bool((p < 1).all()))"
+    )
+    shown = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(tmp_path / "site")},
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert shown.stdout == "True\n", shown.stderr
+    assert "the compiled optimizer is missing" in shown.stderr
+    assert "Install a compiler" in shown.stderr
 
 
 def test_a_checkout_without_links_makes_the_same_wheel(distributions: tuple[Path, Path], tmp_path: Path) -> None:
