@@ -27,8 +27,9 @@ from tests.runtime.hybrid8_cases import (
 MOVEMENT_TOLERANCE = 0.05
 LARGEST_RATIO = 2.0
 """Of the largest update to the exact one's."""
-DRIFT = 0.12
-"""Relative error of the sum of 200 sparse updates: 0.07 as specified, 0.2 where the first moment rounds to nearest."""
+DRIFT = 0.14
+"""Relative error of the sum of 150 sparse updates: 0.09 as specified, 0.22 where the first moment rounds to nearest and
+beta2 is 0.95."""
 PER_MAGNITUDE = 2048
 """Elements: at |w| = 1 and 1e-7 a master makes some four jumps in 1,000 steps, so that their mean varies by 1 %."""
 
@@ -82,8 +83,8 @@ def test_a_master_rounded_to_nearest_stands_still(monkeypatch: pytest.MonkeyPatc
         check_movement(TorchUpdate, 2e-7, [0.02, 0.1, 1.0], steps=20)
 
 
-NUMEL = 2048
-STEPS = 200
+NUMEL = 1024
+STEPS = 150
 Gradients = Callable[[int], Tensor]
 
 
@@ -176,7 +177,7 @@ def encode_second_from(least: int, s: Tensor, c: Coefficients, scale: Tensor) ->
         (0, "scales over 6 decades", r"largest update \d{3}"),
         (0, "2 % dense", r"largest update \d{2}"),
         (0, "bursts, 4 decades", r"largest update \d{4}"),
-        (1, "scales over 3 decades", "largest update 2"),
+        (1, "scales over 6 decades", "largest update 2"),
         (1, "the large fall silent", "largest update 2"),
     ],
 )
@@ -185,12 +186,12 @@ def test_smaller_codes_of_the_second_moment_let_updates_explode(
 ) -> None:
     monkeypatch.setattr(hybrid8_torch, "_encode_second", partial(encode_second_from, least))
     with pytest.raises(AssertionError, match=message):
-        check_largest_update(TorchUpdate, GRADIENTS[name], 0.95)
+        check_largest_update(TorchUpdate, GRADIENTS[name], 0.999)
 
 
 def test_that_replacement_with_the_specified_code_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hybrid8_torch, "_encode_second", partial(encode_second_from, 2))
-    check_largest_update(TorchUpdate, GRADIENTS["the large fall silent"], 0.95)
+    check_largest_update(TorchUpdate, GRADIENTS["the large fall silent"], 0.999)
 
 
 def first_moment_to_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,7 +210,7 @@ def test_a_first_moment_rounded_to_nearest_drifts(monkeypatch: pytest.MonkeyPatc
 
 
 def check_first_moments_die_out(prepare: Prepare) -> None:
-    """One element has a gradient in every step, the others in the first 20 of 120: 0.9**100 of their moments is left."""
+    """One element has a gradient in every step, the others in the first 20 of 120; 0.9**100 of them is left."""
     state, settings = fresh_state(torch.zeros(256)), Settings()
     prepared = prepare([state])
     for step in range(1, 121):
