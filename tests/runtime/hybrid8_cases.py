@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from lazysched.runtime.hybrid8 import BlockState, Fp32State, coefficients, num_blocks, stream_of
 from lazysched.runtime.hybrid8_backends import PreparedUpdate, States, TorchUpdate
+from lazysched.runtime.kernels import CompiledUpdate, variants
 
 Prepare = Callable[[States], PreparedUpdate]
 
@@ -18,6 +20,8 @@ Prepare = Callable[[States], PreparedUpdate]
 def backends() -> dict[str, Prepare]:
     """Name -> maker of every backend that runs on this machine's CPU."""
     found: dict[str, Prepare] = {"torch": TorchUpdate}
+    # Two threads and short chunks, so that small tensors have borders between both.
+    found |= {name: partial(CompiledUpdate, variant=name, threads=2, chunk_blocks=3) for name in variants()}
     return found
 
 
@@ -64,7 +68,7 @@ def fresh_state(weight: Tensor, name: str = "w", seed: int = 0, decays: bool = T
     numel, blocks = weight.numel(), num_blocks(weight.numel())
     narrow = weight.dtype == torch.bfloat16
     return BlockState(
-        weight=weight.clone(), grad=torch.zeros(numel, dtype=torch.bfloat16),
+        weight=weight.clone(), grad=torch.zeros_like(weight),
         correction=torch.zeros(numel, dtype=torch.int8) if narrow else None,
         first=torch.zeros(numel, dtype=torch.int8), second=torch.zeros(numel, dtype=torch.uint8),
         first_scale=torch.zeros(blocks), second_scale=torch.zeros(blocks),
@@ -96,8 +100,7 @@ def fresh_fp32_state(weight: Tensor, decays: bool = True) -> Fp32State:
     """fp32 state of a bf16 or fp32 tensor before its first step; the gradient is zero."""
     master = weight.float().clone() if weight.dtype == torch.bfloat16 else None
     moments = torch.zeros(2, weight.numel())
-    grad = torch.zeros(weight.numel(), dtype=torch.bfloat16)
-    return Fp32State(weight.clone(), grad, master, moments[0], moments[1], decays)
+    return Fp32State(weight.clone(), torch.zeros_like(weight), master, moments[0], moments[1], decays)
 
 
 def arrays(state: BlockState | Fp32State) -> dict[str, Tensor]:

@@ -10,6 +10,7 @@ import torch
 from lazysched.runtime import hybrid8_torch
 from lazysched.runtime.hybrid8 import SMALLEST_SCALE, BlockState, num_blocks
 from lazysched.runtime.hybrid8_backends import TorchUpdate
+from lazysched.runtime.kernels import CompiledUpdate, variants
 from tests.runtime.hybrid8_cases import (
     Prepare,
     Settings,
@@ -77,6 +78,17 @@ def test_chunks_of_the_reference_change_nothing(dtype: torch.dtype, monkeypatch:
         reference = copy_of(whole)
         TorchUpdate([reference]).update(Settings(weight_decay=0.1).at(3))
         assert differing(state, reference) == []
+
+
+@pytest.mark.parametrize("variant", variants())
+@pytest.mark.parametrize("threads", [1, 3])
+def test_threads_and_chunks_change_nothing(variant: str, threads: int) -> None:
+    expected = used_state(5000, 1)
+    TorchUpdate([expected]).update(Settings().at(3))
+    for chunk_blocks in (1, 7, 1000):
+        state = used_state(5000, 1)
+        CompiledUpdate([state], variant=variant, threads=threads, chunk_blocks=chunk_blocks).update(Settings().at(3))
+        assert differing(state, expected) == []
 
 
 @each_backend

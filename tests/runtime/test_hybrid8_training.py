@@ -130,7 +130,7 @@ def run(prepare: Prepare, gradients: Gradients, beta2: float) -> tuple[Tensor, T
     exact, prepared = ExactAdamW(torch.zeros(NUMEL), torch.zeros(NUMEL)), prepare([state])
     ours, theirs = torch.empty(2, STEPS, NUMEL, dtype=torch.float64)
     for step in range(1, STEPS + 1):
-        state.grad.copy_(gradients(step))
+        state.grad.copy_(gradients(step).bfloat16())
         state.weight.zero_()
         prepared.update(settings.at(step))
         ours[step - 1] = state.weight.double() / settings.learning_rate
@@ -198,7 +198,7 @@ def first_moment_to_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
     encode = hybrid8_torch._encode_first
 
     def to_nearest(m: Tensor, random: Tensor, scale: Tensor) -> Tensor:
-        return encode(m, torch.full_like(random, 128), scale)
+        return encode(m, torch.full_like(random, 2**13), scale)
 
     monkeypatch.setattr(hybrid8_torch, "_encode_first", to_nearest)
 
