@@ -177,7 +177,6 @@ def encode_second_from(least: int, s: Tensor, c: Coefficients, scale: Tensor) ->
         (0, "scales over 6 decades", r"largest update \d{3}"),
         (0, "2 % dense", r"largest update \d{2}"),
         (0, "bursts, 4 decades", r"largest update \d{4}"),
-        (1, "scales over 6 decades", "largest update 2"),
         (1, "the large fall silent", "largest update 2"),
     ],
 )
