@@ -70,14 +70,13 @@ def python_word(stream: tuple[int, str], step: int, block: int, element: int) ->
 
     low = mix(step ^ zlib.crc32(stream[1].encode()))
     high = mix((low + stream[0]) % 2**32)
-    multiplier = mix((mix(block ^ low) + high) % 2**32)
-    return (multiplier * element + mix(multiplier ^ 0x9E3779B9)) % 2**32
+    offset = mix(block ^ low)
+    return (mix((offset + high) % 2**32) * element + offset) % 2**32
 
 
 def reciprocal(d: np.float32) -> np.float32:
     y = fma(fma(RECIPROCAL[2], d, RECIPROCAL[1]), d, RECIPROCAL[0])
-    e = fma(-d, y, 1)
-    return fma(y, fma(e, e, e), y)
+    return y * fma(-d, y, F(2.0000510))
 
 
 def square_root(v: np.float32) -> np.float32:
@@ -90,11 +89,11 @@ def square_root(v: np.float32) -> np.float32:
 def inverse(d: np.float32) -> np.float32:
     y = number_of(0x7EF31200 - pattern_of(float(d)))
     e = fma(-d, y, 1)
-    return fma(y, e, y) * fma(e, e, 1)
+    return fma(y, fma(e, e, e), y)
 
 
 def exact_block(state: BlockState, stream: tuple[int, str], c: Coefficients, block: int) -> dict[str, torch.Tensor]:
-    """The arrays of one block after an update; moments and master finite.
+    """The arrays of one block after an update; all finite, and some gradient or moment not zero.
 
     Args:
         state: before the update.
@@ -134,7 +133,7 @@ def _masters(state: BlockState, here: slice) -> list[np.float32]:
 
 def _first_code(m: np.float32, most: np.float32, random: int) -> int:
     r = F(1) / most
-    f = fma(m * (r * F(254 * 2**14 - 8)), reciprocal(fma(abs(m), r, 1)), 12582912)
+    f = fma(m * (r * F(254 * 2**14)), reciprocal(fma(abs(m), r, 1)), 12582912)
     code = (pattern_of(float(f)) + random >> 14) % 256
     return code - 256 if code > 127 else code
 
