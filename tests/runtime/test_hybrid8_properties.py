@@ -108,7 +108,7 @@ def test_decoding_and_encoding_a_state_gives_it_back(prepare: Prepare, numel: in
 
 @each_backend
 @given(seed=st.integers(0, 10**6), step=st.integers(1, 2**24), decays=st.booleans(), narrow=st.booleans())
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=10, deadline=None)
 def test_bits_are_those_of_the_specification_in_rational_numbers(
     prepare: Prepare, seed: int, step: int, decays: bool, narrow: bool
 ) -> None:
