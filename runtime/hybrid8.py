@@ -29,8 +29,9 @@ so that a set of columns can be held apart in fp32: its gradient is zeroed here 
 - The master rounds stochastically: to nearest, an update below its last bit is lost in every step.
 
 **Random bits.** Element e of block b draws the word ``multiplier * e + offset`` mod 2**32: bits 24-31 for the
-master, bits 2-15 for the first moment. With ``low = mix32(step ^ stream)`` and ``high = mix32(low + (stream >> 32))``,
-``offset = mix32(b ^ low)`` and ``multiplier = mix32(offset + high)``; the stream comes from seed and tensor.
+master, bits 2-15 for the first moment. With ``low = mix32(mix32(step + seed) ^ tensor)`` and ``high = mix32(low + seed)``,
+``offset = mix32(b ^ low)`` and ``multiplier = mix32(offset + high)``; seed and tensor are the upper and
+the lower 32 bits of the stream.
 Multiply-shift hashing is pairwise independent within a block (Dietzfelbinger, STACS 1996), as sums of roundings need.
 
 **Arithmetic.** IEEE single precision to nearest with subnormals, ``fma`` rounding once, in exactly this order; the

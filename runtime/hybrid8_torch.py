@@ -108,8 +108,9 @@ def mix32(value: Tensor) -> Tensor:
 
 def random_words(stream: int, step: Tensor, blocks: Tensor) -> Tensor:
     """The 32-bit word of every element of ``blocks``, int64 [blocks, 256]."""
-    low = mix32(step.long() ^ (stream & _MASK))
-    high = mix32((low + (stream >> 32)) & _MASK)
+    seed = stream >> 32
+    low = mix32(mix32((step.long() + seed) & _MASK) ^ (stream & _MASK))
+    high = mix32((low + seed) & _MASK)
     offset = mix32(blocks ^ low)
     multiplier = mix32((offset + high) & _MASK)
     element = torch.arange(BLOCK_ELEMENTS, device=blocks.device)
