@@ -85,7 +85,7 @@ def reciprocal(d: Tensor) -> Tensor:
 
 
 def square_root(v: Tensor) -> Tensor:
-    """sqrt(v), relative error 1e-6: integer seed of 1/sqrt, then one step of fourth order; 0 stays 0."""
+    """sqrt(v), relative error 1e-6 for normal v: integer seed of 1/sqrt, then one step of fourth order; 0 stays 0."""
     y = _float(ROOT_SEED - (_bits(v) >> 1))
     t = v * y
     e = t * y

@@ -68,7 +68,7 @@ def python_word(stream: tuple[int, str], step: int, block: int, element: int) ->
         x = (x ^ (x >> 15)) * 0x846CA68B % 2**32
         return x ^ (x >> 16)
 
-    low = mix(step ^ zlib.crc32(stream[1].encode()))
+    low = mix(mix((step + stream[0]) % 2**32) ^ zlib.crc32(stream[1].encode()))
     high = mix((low + stream[0]) % 2**32)
     offset = mix(block ^ low)
     return (mix((offset + high) % 2**32) * element + offset) % 2**32
