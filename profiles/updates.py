@@ -74,7 +74,9 @@ def _gpu_rate(
         return torch.zeros(names[name] // kind.itemsize, dtype=kind, device=device)
 
     try:
-        return rate(durations_of(make(buffer, device), device, repeats), num_params)
+        work = make(buffer, device)
+        work()  # kernels are compiled at their first call, which must not count as what one repeat takes
+        return rate(durations_of(work, device, repeats), num_params)
     except torch.OutOfMemoryError:
         return Rate(per_s=None, reason="weights, gradient and optimizer state of a block do not fit the GPU's memory")
 
