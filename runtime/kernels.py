@@ -14,10 +14,12 @@ from pathlib import Path
 
 import torch
 
+from lazysched.errors import RunError
 from lazysched.runtime.hybrid8 import NUM_COEFFICIENTS, BlockState, Fp32State
 
 VARIANTS = ("portable", "avx2", "avx512", "neon")
 """In the order of the library's numbers; later ones are faster where they run."""
+_INTERFACE = 1
 CHUNK_BLOCKS = 256
 """Blocks that a thread takes at a time: 64 Ki elements, about 0.8 MB of traffic."""
 
@@ -177,8 +179,14 @@ def _library_path() -> Path | None:
 def _library() -> ctypes.CDLL:
     path = _library_path()
     if path is None:
-        raise RuntimeError("the compiled update is missing; install the package again with a C++ compiler")
-    library = ctypes.CDLL(str(path))
+        raise RunError("the compiled update is missing; install lazysched again with a C++ compiler")
+    try:
+        library = ctypes.CDLL(str(path))
+        found = library.lazysched_interface()
+    except (OSError, AttributeError) as error:
+        raise RunError(f"{path}: cannot be loaded ({error}); install lazysched again") from None
+    if found != _INTERFACE:
+        raise RunError(f"{path}: has interface {found}, this version needs {_INTERFACE}; install lazysched again")
     library.lazysched_pool_new.restype = ctypes.c_void_p
     library.lazysched_start.restype = ctypes.c_void_p
     library.lazysched_start.argtypes = (

@@ -20,6 +20,9 @@ struct Handle {
 };
 }  // namespace
 
+// Changes with the layout of the structures or the meaning of the state.
+LAZYSCHED_API int lazysched_interface() { return 1; }
+
 // Whether `variant` runs on this processor.
 LAZYSCHED_API int lazysched_has_variant(int variant) { return lazysched::update_range_of(variant) != nullptr; }
 

@@ -14,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lazysched.errors import RunError
 from lazysched.runtime import hybrid8_backends, kernels
 from lazysched.runtime.hybrid8 import BlockState, Fp32State
 from lazysched.runtime.hybrid8_backends import TorchUpdate
@@ -182,6 +183,24 @@ def test_without_the_library_torch_does_it_and_says_so(monkeypatch: pytest.Monke
     assert isinstance(update, TorchUpdate)
     run([state], update)
     assert different(state, expected) == []
+
+
+def test_a_library_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    broken = tmp_path / "_kernels.so"
+    broken.write_text("no library")
+    monkeypatch.setattr(kernels, "_library_path", lambda: broken)
+    kernels._library.cache_clear()
+    kernels.variants.cache_clear()
+    try:
+        with pytest.raises(RunError, match=r"_kernels.so: cannot be loaded .*; install lazysched again"):
+            hybrid8_backends.prepare([block_state(10)])
+        monkeypatch.undo()
+        monkeypatch.setattr(kernels, "_INTERFACE", 0)
+        with pytest.raises(RunError, match=r"has interface \d+, this version needs 0; install lazysched again"):
+            hybrid8_backends.prepare([block_state(10)])
+    finally:
+        kernels._library.cache_clear()
+        kernels.variants.cache_clear()
 
 
 def test_memory_that_cannot_be_addressed_is_refused() -> None:
