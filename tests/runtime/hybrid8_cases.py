@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import TypeVar
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ INVERSE_ERROR = 1.3e-4
 FLOAT_ERROR = 4 * 2.0**-24
 """Relative, of a few fp32 operations."""
 
+AnyState = TypeVar("AnyState", BlockState, Fp32State)
 Prepare = Callable[[States], PreparedUpdate]
 
 
@@ -54,6 +56,9 @@ class Settings:
         )  # fmt: skip
 
 
+DECAYING = Settings(weight_decay=0.1)
+
+
 def generator(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
@@ -81,6 +86,16 @@ def fresh_state(weight: Tensor, name: str = "w", seed: int = 0, decays: bool = T
         first_scale=torch.zeros(blocks), second_scale=torch.zeros(blocks),
         stream=stream_of(seed, name), decays=decays,
     )  # fmt: skip
+
+
+def block_state(numel: int, dtype: torch.dtype = torch.bfloat16, *, seed: int = 0, decays: bool = True) -> BlockState:
+    """Weights as a model has them, before the first step."""
+    return fresh_state((normal(numel, seed) * 0.02).to(dtype), "weight", seed, decays)
+
+
+def fp32_state(numel: int, dtype: torch.dtype = torch.bfloat16, *, seed: int = 0, decays: bool = True) -> Fp32State:
+    """The same with fp32 moments."""
+    return fresh_fp32_state((normal(numel, seed) * 0.02).to(dtype), decays)
 
 
 def used_state(numel: int, seed: int, dtype: torch.dtype = torch.bfloat16, decays: bool = True) -> BlockState:
@@ -115,8 +130,9 @@ def arrays(state: BlockState | Fp32State) -> dict[str, Tensor]:
     return {name: value for name, value in vars(state).items() if isinstance(value, Tensor)}
 
 
-def copy_of(state: BlockState) -> BlockState:
-    return replace(state, **{name: value.clone() for name, value in arrays(state).items()})
+def copy_of(state: AnyState, device: str = "cpu") -> AnyState:
+    """The same state in memory of its own."""
+    return replace(state, **{name: value.to(device, copy=True) for name, value in arrays(state).items()})
 
 
 def bits(values: Tensor) -> Tensor:
@@ -124,10 +140,25 @@ def bits(values: Tensor) -> Tensor:
     return values.contiguous().view(torch.uint8)
 
 
-def differing(left: BlockState | Fp32State, right: BlockState | Fp32State) -> list[str]:
-    """Names of the arrays that are not the same to the bit."""
+def differing(left: AnyState, right: AnyState, *, any_nan: bool = False) -> list[str]:
+    """Names of the arrays that are not the same to the bit.
+
+    Args:
+        left: on any device.
+        right: on any device.
+        any_nan: whether every NaN in fp32 counts as the same; the specification leaves open which one it is.
+    """
     others = arrays(right)
-    return [name for name, value in arrays(left).items() if not torch.equal(bits(value), bits(others[name]))]
+
+    def comparable(values: Tensor) -> Tensor:
+        values = values.cpu()
+        return bits(
+            torch.where(values.isnan(), torch.nan, values) if any_nan and values.dtype == torch.float32 else values
+        )
+
+    return [
+        name for name, value in arrays(left).items() if not torch.equal(comparable(value), comparable(others[name]))
+    ]
 
 
 def master(state: BlockState) -> Tensor:
@@ -168,3 +199,20 @@ class ExactAdamW:
         self.second = settings.beta2 * self.second + (1 - settings.beta2) * g * g
         root = (self.second / (1 - settings.beta2**step)).sqrt()
         return self.first / (1 - settings.beta1**step) / (root + settings.epsilon)
+
+
+def uneven_gradient(numel: int, seed: int) -> Tensor:
+    """Gradients whose sizes span twelve powers of ten, fp32 [numel]."""
+    return normal(numel, seed) * 10.0 ** (12 * torch.rand(numel, generator=generator(seed)) - 10)
+
+
+def special_gradient(numel: int, step: int) -> Tensor:
+    """Ordinary, subnormal, not finite and overflowing gradients, in turn; fp32 [numel]."""
+    grad = uneven_gradient(numel, step)
+    if step == 3:
+        grad *= 1e-35
+    if step == 4:
+        grad[numel // 2], grad[0] = float("nan"), float("inf")
+    if step == 5:
+        grad[-1] = 3e38
+    return grad

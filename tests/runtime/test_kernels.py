@@ -19,37 +19,26 @@ from lazysched.runtime import hybrid8_backends, kernels
 from lazysched.runtime.hybrid8 import BlockState, Fp32State
 from lazysched.runtime.hybrid8_backends import TorchUpdate
 from lazysched.runtime.kernels import CompiledUpdate
-from tests.runtime.states8 import (
-    arrays_of,
+from tests.runtime.hybrid8_cases import (
+    DECAYING,
+    arrays,
     block_state,
-    copied,
-    different,
+    copy_of,
+    differing,
     fp32_state,
-    gradient,
-    step_coefficients,
+    special_gradient,
+    uneven_gradient,
 )
 
 SOURCES = Path(kernels.__file__).resolve().parent / "csrc"
 DTYPES = [torch.bfloat16, torch.float32]
 
 
-def special_gradient(numel: int, step: int) -> torch.Tensor:
-    """Ordinary, subnormal, not finite and overflowing gradients, in turn."""
-    grad = gradient(numel, step)
-    if step == 3:
-        grad *= 1e-35
-    if step == 4:
-        grad[numel // 2], grad[0] = float("nan"), float("inf")
-    if step == 5:
-        grad[-1] = 3e38
-    return grad
-
-
 def run(states: list[BlockState | Fp32State], update: CompiledUpdate | TorchUpdate, steps: int = 6) -> None:
     for step in range(1, steps + 1):
         for state in states:
             state.grad.copy_(special_gradient(state.grad.numel(), step))
-        update.update(step_coefficients(step))
+        update.update(DECAYING.at(step, 0.7))
 
 
 def test_the_library_is_built() -> None:
@@ -62,10 +51,10 @@ def test_the_library_is_built() -> None:
 @pytest.mark.parametrize("variant", kernels.variants())
 def test_variants_have_the_bits_of_the_reference(variant: str, numel: int, dtype: torch.dtype) -> None:
     states = [block_state(numel, dtype), fp32_state(numel, dtype), block_state(numel, dtype, seed=1, decays=False)]
-    expected = [copied(state) for state in states]
+    expected = [copy_of(state) for state in states]
     run(states, CompiledUpdate(states, variant=variant, threads=2, chunk_blocks=3))
     run(expected, TorchUpdate(expected))
-    assert [different(a, b) for a, b in zip(states, expected, strict=True)] == [[], [], []]
+    assert [differing(a, b, any_nan=True) for a, b in zip(states, expected, strict=True)] == [[], [], []]
 
 
 @settings(max_examples=40, deadline=None)
@@ -77,15 +66,15 @@ def test_any_state_any_threads_any_chunks(
     numel: int, dtype: torch.dtype, threads: int, chunk_blocks: int, seed: int, variant: str
 ) -> None:
     state = random_state(numel, dtype, seed)
-    expected = copied(state)
+    expected = copy_of(state)
     for step in (1, 1000):
         for each in (state, expected):
-            each.grad.copy_(gradient(numel, seed % 1000 + step))
+            each.grad.copy_(uneven_gradient(numel, seed % 1000 + step))
         CompiledUpdate([state], variant=variant, threads=threads, chunk_blocks=chunk_blocks).update(
-            step_coefficients(step)
+            DECAYING.at(step, 0.7)
         )
-        TorchUpdate([expected]).update(step_coefficients(step))
-        assert different(state, expected) == []
+        TorchUpdate([expected]).update(DECAYING.at(step, 0.7))
+        assert differing(state, expected, any_nan=True) == []
 
 
 def random_state(numel: int, dtype: torch.dtype, seed: int) -> BlockState:
@@ -107,18 +96,18 @@ def random_state(numel: int, dtype: torch.dtype, seed: int) -> BlockState:
 def test_a_skipped_step_changes_no_byte() -> None:
     states = [block_state(1000), fp32_state(1000)]
     run(states, CompiledUpdate(states), steps=2)
-    before = [copied(state) for state in states]
-    CompiledUpdate(states).update(step_coefficients(3, skip=1.0))
-    assert [different(a, b) for a, b in zip(states, before, strict=True)] == [[], []]
+    before = [copy_of(state) for state in states]
+    CompiledUpdate(states).update(DECAYING.at(3, skip=1.0))
+    assert [differing(a, b, any_nan=True) for a, b in zip(states, before, strict=True)] == [[], []]
 
 
 def test_chunks_are_final_once_waited_for() -> None:
     numel, chunk = 1 << 20, 16
     state = block_state(numel)
-    state.grad.copy_(gradient(numel, 1))
-    expected = copied(state)
-    CompiledUpdate([expected]).update(step_coefficients(1))
-    running = CompiledUpdate([state], threads=3, chunk_blocks=chunk).start(step_coefficients(1))
+    state.grad.copy_(uneven_gradient(numel, 1))
+    expected = copy_of(state)
+    CompiledUpdate([expected]).update(DECAYING.at(1, 0.7))
+    running = CompiledUpdate([state], threads=3, chunk_blocks=chunk).start(DECAYING.at(1, 0.7))
     assert running.num_chunks == numel // (256 * chunk)
     for index in range(running.num_chunks):
         running.wait(index + 1)
@@ -126,12 +115,12 @@ def test_chunks_are_final_once_waited_for() -> None:
         assert torch.equal(state.weight[here], expected.weight[here])
         assert torch.equal(state.second[here], expected.second[here])
     running.finish()
-    assert different(state, expected) == []
+    assert differing(state, expected, any_nan=True) == []
 
 
 def test_updates_of_several_threads_share_a_pool() -> None:
     states = [block_state(100_000, seed=seed) for seed in range(4)]
-    expected = [copied(state) for state in states]
+    expected = [copy_of(state) for state in states]
     workers = [
         threading.Thread(target=run, args=([state], CompiledUpdate([state], threads=2, chunk_blocks=7)))
         for state in states
@@ -142,22 +131,22 @@ def test_updates_of_several_threads_share_a_pool() -> None:
         worker.join()
     for state in expected:
         run([state], CompiledUpdate([state], threads=1))
-    assert [different(a, b) for a, b in zip(states, expected, strict=True)] == [[]] * 4
+    assert [differing(a, b, any_nan=True) for a, b in zip(states, expected, strict=True)] == [[]] * 4
 
 
 def test_the_callers_flushing_of_subnormals_changes_nothing() -> None:
     state = block_state(512)
-    expected = copied(state)
+    expected = copy_of(state)
     for each in (state, expected):
-        each.grad.copy_(gradient(512, 3) * 1e-30)
+        each.grad.copy_(uneven_gradient(512, 3) * 1e-30)
         each.grad[::3] = 1e-39
-    CompiledUpdate([expected], threads=5).update(step_coefficients(1))
+    CompiledUpdate([expected], threads=5).update(DECAYING.at(1, 0.7))
     assert torch.set_flush_denormal(True)
     try:
-        CompiledUpdate([state], threads=6).update(step_coefficients(1))  # a pool that is made meanwhile
+        CompiledUpdate([state], threads=6).update(DECAYING.at(1, 0.7))  # a pool that is made meanwhile
     finally:
         torch.set_flush_denormal(False)
-    assert different(state, expected) == []
+    assert differing(state, expected, any_nan=True) == []
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
@@ -182,7 +171,7 @@ def test_without_the_library_torch_does_it_and_says_so(monkeypatch: pytest.Monke
         update = hybrid8_backends.prepare([state])
     assert isinstance(update, TorchUpdate)
     run([state], update)
-    assert different(state, expected) == []
+    assert differing(state, expected, any_nan=True) == []
 
 
 def test_a_library_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -206,9 +195,9 @@ def test_a_library_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_
 def test_memory_that_cannot_be_addressed_is_refused() -> None:
     state = block_state(512)
     with pytest.raises(ValueError, match="not contiguous on the CPU"):
-        CompiledUpdate([copied(state).__class__(**{**vars(state), "first": torch.zeros(1024, dtype=torch.int8)[::2]})])
+        CompiledUpdate([copy_of(state).__class__(**{**vars(state), "first": torch.zeros(1024, dtype=torch.int8)[::2]})])
     with pytest.raises(ValueError, match=r"coefficients: .* not fp32 on the CPU"):
-        CompiledUpdate([state]).update(step_coefficients(1).double())
+        CompiledUpdate([state]).update(DECAYING.at(1, 0.7).double())
     with pytest.raises(RuntimeError, match="'sse2' is not among those that run here"):
         CompiledUpdate([state], variant="sse2")
 
@@ -235,20 +224,20 @@ def test_arm_has_the_bits_of_the_reference(
     variant: str, dtype: torch.dtype, make: object, arm_driver: Path, tmp_path: Path
 ) -> None:
     state = make(5001, dtype)  # type: ignore[operator]
-    expected, steps = copied(state), 6
+    expected, steps = copy_of(state), 6
     run([expected], TorchUpdate([expected]), steps)
     case, result = tmp_path / "case", tmp_path / "result"
     case.write_bytes(_case(state, variant, steps))
     subprocess.run(["qemu-aarch64", arm_driver, case, result], check=True)
     data = bytearray(result.read_bytes())
-    for name, array in arrays_of(state).items():
+    for name, array in arrays(state).items():
         if name != "grad":
             size = array.numel() * array.element_size()
             array.copy_(torch.frombuffer(data[:size], dtype=array.dtype))
             del data[:size]
     state.grad.copy_(expected.grad)
     assert not data
-    assert different(state, expected) == []
+    assert differing(state, expected, any_nan=True) == []
 
 
 def _case(state: BlockState | Fp32State, variant: str, steps: int) -> bytes:
@@ -258,9 +247,9 @@ def _case(state: BlockState | Fp32State, variant: str, steps: int) -> bytes:
         "<qiiiiII", state.weight.numel(), (not narrow) + 2 * (not in_blocks), state.decays,
         kernels.VARIANTS.index(variant), steps, stream & 0xFFFFFFFF, stream >> 32,
     )  # fmt: skip
-    parts = [_bytes(array) for name, array in arrays_of(state).items() if name != "grad"]
+    parts = [_bytes(array) for name, array in arrays(state).items() if name != "grad"]
     for step in range(1, steps + 1):
-        parts.append(_bytes(step_coefficients(step)))
+        parts.append(_bytes(DECAYING.at(step, 0.7)))
         parts.append(_bytes(special_gradient(state.weight.numel(), step).to(state.weight.dtype)))
     return header + b"".join(parts)
 
