@@ -130,6 +130,16 @@ def solve(
     host_memory: Annotated[str | None, typer.Option(help="Most host memory, as 100GB. [what was free]")] = None,
     nvme: Annotated[str, typer.Option(help="Most bytes of files, as 500GB.")] = "0",
     max_grad_norm: Annotated[float, typer.Option(min=0, help="Gradient norm to clip to; 0 gives clipping up.")] = 1.0,
+    finite_check: Annotated[
+        bool,
+        typer.Option(
+            "--finite-check/--no-finite-check",
+            help="Skip steps whose gradient is not finite; without check and clipping, updates start in the backward.",
+        ),
+    ] = True,
+    optimizer_state: Annotated[
+        Literal["hybrid8", "fp32"], typer.Option(help="8-bit optimizer state, or the exact fp32 reference.")
+    ] = "hybrid8",
     time_limit: Annotated[float, typer.Option(min=0, help="Seconds after which the best plan so far is taken.")] = 30.0,
     gap: Annotated[float, typer.Option(min=0, help="Distance to the bound that counts as optimal.")] = 0.01,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the solver.")] = 0,
@@ -150,6 +160,8 @@ def solve(
         host_memory_bytes=host_memory_bytes,
         nvme_bytes=nvme_bytes,
         max_grad_norm=max_grad_norm or None,
+        check_finite=finite_check,
+        optimizer_state=optimizer_state,
         time_limit_s=time_limit,
         gap=gap,
         seed=seed,

@@ -8,12 +8,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lazysched.errors import UsageError
-from lazysched.schemas import BYTES_PER_ELEMENT, Plan, SaveVariant, Stage, StagePlan, variant_key
+from lazysched.optimizer_state import NUM_COEFFICIENTS, state_bytes
+from lazysched.schemas import BYTES_PER_ELEMENT, Plan, SaveVariant, Stage, StagePlan, StateFormat, variant_key
 
 MASTER_BYTES = 4
 """fp32 accumulators and master weights."""
-SCALE_ELEMENTS = 5
-"""Factor, gradient norm, loss, skip, number of updates: what a step's end makes, fp32."""
+SCALE_ELEMENTS = NUM_COEFFICIENTS + 1
+"""What updates read, fp32: the coefficients, skip and number of updates among them, then the factor alone."""
+TOTAL_ELEMENTS = 3
+"""What a step reports, fp32: loss, gradient norm, skip; the norms of all tensors follow."""
+GPU_UPDATE_CHUNK = 1 << 24
+"""Elements that a GPU update in format ``fp32`` converts at a time."""
 
 
 class Layout:
@@ -77,8 +82,20 @@ class Layout:
         return stage.weight_bytes // self.element_bytes
 
     def state_bytes(self, stage: Stage) -> int:
-        """fp32 moments, and the fp32 master where the weights themselves are narrower."""
-        return self.elements(stage) * MASTER_BYTES * (3 if self.element_bytes < MASTER_BYTES else 2)
+        """The stage's optimizer state in the format that the plan chose for it."""
+        state_format, small = self.choice(stage).state_format, self.plan.fp32_state_elements
+        return state_bytes(stage, self.element_bytes, state_format, small)
+
+    def update_working_bytes(self, stage: Stage) -> int:
+        """GPU memory beside weights, gradient and state while the stage is updated."""
+        if self.on_host(stage):
+            return 0
+        return gpu_update_working_bytes(self.elements(stage), self.choice(stage).state_format)
+
+    @property
+    def norms_bytes(self) -> int:
+        """One fp32 norm for each tensor."""
+        return MASTER_BYTES * sum(len(stage.params) for stage in self.stages)
 
     def offloaded_bytes(self, stage: Stage) -> int:
         """Bytes per micro-batch that the stage sends to the host in forward and fetches in backward."""
@@ -111,6 +128,11 @@ class Layout:
         return max((self.offloaded_bytes(stage) for stage in self.blocks), default=0)
 
 
+def gpu_update_working_bytes(elements: int, state_format: StateFormat) -> int:
+    """GPU memory that updating so many elements takes for a while: format ``fp32`` widens the gradient in chunks."""
+    return MASTER_BYTES * min(elements, GPU_UPDATE_CHUNK) if state_format == "fp32" else 0
+
+
 def _check_stages(plan: Plan, stages: Sequence[Stage]) -> None:
     ids = [stage.id for stage in stages]
     if set(plan.stages) != set(ids):
@@ -132,8 +154,6 @@ def _check_choice(stage: Stage, choice: StagePlan, variant: SaveVariant) -> None
     for field, tier in tiers.items():
         if tier == "nvme":
             raise UsageError(f"{where}.{field}: nvme is not executable yet; use gpu or host")
-    if choice.state_format != "fp32":
-        raise UsageError(f"{where}.state_format: {choice.state_format!r} is not executable yet; use 'fp32'")
     if choice.segment != 1:
         raise UsageError(f"{where}.segment: {choice.segment} is not executable yet; use 1")
     groups = set(variant.saved) - {"input"}

@@ -5,6 +5,9 @@ Order of one training step (layer-major: a block is loaded once and serves every
     batch | embed forward | blocks forward | head: loss and its gradient | blocks backward, reversed | embed backward
           | global norm -> one factor | updates in forward order
 
+Where the plan gives up both clipping and the check for gradients that are not finite, each stage is updated as soon as
+its gradient is there instead.
+
 Uploads, downloads and fetches stand in that list where they may start; dependencies come from the buffers alone
 (``lazysched.hazards``). A program for evaluation stops at the loss.
 """
@@ -15,13 +18,10 @@ import hashlib
 from collections.abc import Sequence
 
 from lazysched.hazards import dependency_edges
-from lazysched.layout import MASTER_BYTES, SCALE_ELEMENTS, Layout
+from lazysched.layout import MASTER_BYTES, Layout
 from lazysched.schemas import Buffer, Engine, Op, OpKind, Phase, Plan, Program, Stage, Tier
 from lazysched.static_buffers import static_buffer_sizes
 from lazysched.uploads import Uploads
-
-GPU_UPDATE_CHUNK = 1 << 24
-"""Elements that a GPU update converts to fp32 at a time."""
 
 
 def lower(plan: Plan, stages: Sequence[Stage], *, training: bool = True) -> Program:
@@ -63,7 +63,11 @@ class _Lowering:
         self._head()
         if self.training:
             self._backward_pass()
-            self._updates()
+            self._totals()
+            if self.plan.update.waits_for_norm:
+                self._scale()
+                for stage in self.layout.stages:
+                    self._update(stage)
         text = self.plan.model_dump_json()
         return Program(
             plan_hash=hashlib.sha256(text.encode()).hexdigest()[:16],
@@ -108,9 +112,6 @@ class _Lowering:
             id=buffer_id, tier=place, kind=kind, num_bytes=num_bytes, alloc_at=alloc_at, free_after=free_after,
             pinned=pinned,
         )  # fmt: skip
-
-    def _batch_bytes(self) -> int:
-        return 2 * 8 * self.plan.batch_size * self.plan.seq_len  # tokens and targets, int64
 
     # ---- weights
 
@@ -179,12 +180,14 @@ class _Lowering:
         if self.training:
             for position in range(layout.num_slots):
                 self._fetch_for(position)
+            if not self.plan.update.waits_for_norm:
+                self._scale()
         for m in range(self.plan.accumulation):
             self._loss(m)
         if self.training:
             self._gradient_leaves(stage)
         else:
-            self._scale()
+            self._totals()
         self._issue_uploads()
 
     def _loss(self, m: int) -> None:
@@ -289,7 +292,7 @@ class _Lowering:
         return self.layout.accumulator(stage) if self.layout.accumulates(stage) else self._gradient(stage)
 
     def _gradient_leaves(self, stage: Stage) -> None:
-        """Round the finished gradient, take its norm and, for host state, send it there."""
+        """Round the finished gradient, take its norm and, for host state, send it there; update if nothing forbids."""
         layout, gradient = self.layout, self._gradient(stage)
         accumulates = layout.accumulates(stage)
         read_bytes = (MASTER_BYTES * layout.elements(stage) + stage.weight_bytes) if accumulates else 0
@@ -304,35 +307,36 @@ class _Lowering:
                 writes=(f"host/grads/{stage.id}",),
             )  # fmt: skip
             self.num_grads += stage.is_block
+        if not self.plan.update.waits_for_norm:
+            self._update(stage)
 
     # ---- update
 
-    def _scale(self) -> None:
-        """Loss, gradient norm and clip factor, three fp32 numbers, made on the GPU and sent to the host."""
-        reads = ("gpu/norms", "gpu/loss") if self.training else ("gpu/loss",)
-        self._emit("scale", "scale", "compute", reads=reads, writes=("gpu/scale",))
-        self._emit(
-            "scale/copy",
-            "copy",
-            "d2h",
-            reads=("gpu/scale",),
-            writes=("host/scale",),
-            num_bytes=MASTER_BYTES * SCALE_ELEMENTS,
-        )
+    def _totals(self) -> None:
+        """What the step reports: loss and gradient norms, sent to the host."""
+        reads = ("gpu/loss", "gpu/norms") if self.training else ("gpu/loss",)
+        self._emit("totals", "totals", "compute", reads=reads, writes=("gpu/totals",))
+        self._emit_small_copy("totals")
 
-    def _updates(self) -> None:
-        self._scale()
-        for stage in self.layout.stages:
-            self._update(stage)
+    def _scale(self) -> None:
+        """What updates read: clip factor and coefficients, made once, on the GPU, so that all processors see one."""
+        reads = ("gpu/totals",) if self.plan.update.waits_for_norm else ()
+        self._emit("scale", "scale", "compute", reads=reads, writes=("gpu/scale",))
+        self._emit_small_copy("scale")
+
+    def _emit_small_copy(self, kind: str) -> None:
+        self._emit(
+            f"{kind}/copy", "copy", "d2h", num_bytes=self.buffers[f"gpu/{kind}"].num_bytes, reads=(f"gpu/{kind}",),
+            writes=(f"host/{kind}",),
+        )  # fmt: skip
 
     def _update(self, stage: Stage) -> None:
         on_host = self.layout.on_host(stage)
         place, processor = ("host", "cpu") if on_host else ("gpu", "gpu")
-        chunk = min(self.layout.elements(stage), GPU_UPDATE_CHUNK)
         self._emit(
             f"update/{stage.id}", "update", "cpu" if on_host else "compute", stage=stage.id,
             cost=("update", processor, self.layout.choice(stage).state_format), num_params=stage.num_params,
-            working_bytes=0 if on_host else MASTER_BYTES * chunk,
+            working_bytes=self.layout.update_working_bytes(stage),
             reads=(f"{place}/grads/{stage.id}", f"{place}/scale"),
             writes=(f"{place}/state/{stage.id}", f"{place}/weights/{stage.id}"),
         )  # fmt: skip

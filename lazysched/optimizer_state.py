@@ -10,13 +10,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from lazysched.schemas import Stage
+from lazysched.schemas import FP32_STATE_ELEMENTS as FP32_STATE_ELEMENTS
+from lazysched.schemas import Stage, StateFormat
 
 ALIGNMENT_BYTES = 256
 BLOCK_ELEMENTS = 256
 """Elements of an 8-bit tensor that share a scale."""
-FP32_STATE_ELEMENTS = 4096
-"""By default tensors with at most so many elements keep fp32 state in format ``hybrid8``."""
+NUM_COEFFICIENTS = 14
+"""Scalars of a step that the update of format ``hybrid8`` reads; ``lazysched.runtime.hybrid8`` names them."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,14 @@ def hybrid8_layout(stage: Stage, element_bytes: int, fp32_elements: int) -> tupl
             offset += -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         tensors.append(TensorState(name, shape, is_8bit, parts))
     return tensors, offset
+
+
+def state_bytes(stage: Stage, element_bytes: int, state_format: StateFormat, fp32_elements: int) -> int:
+    """Bytes of the optimizer state of ``stage`` in ``state_format``; the arguments are those of the layout."""
+    if state_format == "hybrid8":
+        return hybrid8_layout(stage, element_bytes, fp32_elements)[1]
+    copies = 3 if element_bytes < 4 else 2
+    return copies * 4 * (stage.weight_bytes // element_bytes)
 
 
 def in_8bit(shape: tuple[int, ...], fp32_elements: int) -> bool:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from lazysched.layout import MASTER_BYTES, SCALE_ELEMENTS, Layout
+from lazysched.layout import MASTER_BYTES, SCALE_ELEMENTS, TOTAL_ELEMENTS, Layout
 from lazysched.schemas import Stage
 
 
 def static_buffer_sizes(layout: Layout, training: bool) -> dict[str, int]:
     """Buffer id -> bytes."""
-    sizes = {"gpu/loss": MASTER_BYTES, "gpu/norms": MASTER_BYTES * sum(len(stage.params) for stage in layout.stages)}
+    sizes = {"gpu/loss": MASTER_BYTES, "gpu/norms": layout.norms_bytes}
     for place in ("host", "gpu"):
         sizes[f"{place}/batch"] = layout.batch_bytes
         sizes[f"{place}/scale"] = MASTER_BYTES * SCALE_ELEMENTS
+        sizes[f"{place}/totals"] = MASTER_BYTES * TOTAL_ELEMENTS + layout.norms_bytes
     for stage in layout.stages:
         sizes |= _of_stage(layout, stage, training)
     slot_bytes = max((stage.weight_bytes for stage in layout.blocks if layout.streamed(stage)), default=0)

@@ -9,17 +9,18 @@ from collections.abc import Iterator
 
 import torch
 
-from lazysched.layout import SCALE_ELEMENTS
 from lazysched.runtime.arena import HostArena
 from lazysched.schemas import Buffer, Dtype, Program
 
 _MADE_IN_STEP = {"input", "hidden_grad", "outgoing"}
-_FP32 = {"accumulator", "state", "norms", "loss"}
-_BYTES = {"saved", "fetched"}
+_FP32 = {"accumulator", "norms", "loss", "scale", "totals"}
+_BYTES = {"saved", "fetched", "state"}
+_OF_ONE_STEP = {"batch", "scale", "totals"}
+"""Small host tensors that each step makes anew, so that its numbers can be read while the next one runs."""
 
 
 class Buffers:
-    """Tensors by buffer id.
+    """Tensors by buffer id, all zero at first; optimizer state comes as bytes, aligned to 256.
 
     Args:
         program: of training, which holds every buffer that evaluation needs.
@@ -34,7 +35,7 @@ class Buffers:
     def __init__(self, program: Program, compute_dtype: Dtype, device: torch.device, host_limit_bytes: int) -> None:
         self._dtype = getattr(torch, compute_dtype)
         self._device = device
-        host = [b for b in program.buffers.values() if b.tier == "host" and b.kind not in {"batch", "scale"}]
+        host = [b for b in program.buffers.values() if b.tier == "host" and b.kind not in _OF_ONE_STEP]
         pinned = [b.id for b in host if b.pinned]
         self.arena = HostArena({b.id: b.num_bytes for b in host}, pinned, device, limit_bytes=host_limit_bytes)
         self._tensors = {b.id: self.arena.tensor(b.id, self._dtype_of(b)) for b in host}
@@ -56,8 +57,6 @@ class Buffers:
     def _on_device(self, buffer: Buffer) -> torch.Tensor:
         if buffer.kind == "batch":
             return torch.zeros(buffer.num_bytes // 8, dtype=torch.int64, device=self._device)
-        if buffer.kind == "scale":
-            return torch.zeros(SCALE_ELEMENTS, device=self._device)
         dtype = self._dtype_of(buffer)
         return torch.zeros(buffer.num_bytes // dtype.itemsize, dtype=dtype, device=self._device)
 

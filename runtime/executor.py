@@ -9,14 +9,14 @@ from functools import partial
 
 import torch
 
-from lazysched.layout import SCALE_ELEMENTS, Layout
+from lazysched.layout import TOTAL_ELEMENTS, Layout
 from lazysched.lower import lower
 from lazysched.runtime.batch import Batch
 from lazysched.runtime.buffers import Buffers
 from lazysched.runtime.engines import CudaEngines, Done, Engines, InlineEngines, Mark
 from lazysched.runtime.model import Model
-from lazysched.runtime.operations import Operations, StepContext
-from lazysched.runtime.stage_updates import StageUpdate
+from lazysched.runtime.operations import Operations, StepContext, norm_ranges
+from lazysched.runtime.stage_updates import AdamWSettings, StageUpdate
 from lazysched.schemas import Plan, Program
 
 
@@ -24,15 +24,19 @@ from lazysched.schemas import Plan, Program
 class StepResult:
     """Numbers of a step that may still be running; reading them waits for its backward, not for its updates."""
 
-    _scale: torch.Tensor
+    _totals: torch.Tensor
     _done: Done
     end: Mark
     """When ``compute`` is done with the step."""
+    _norm_ranges: Mapping[str, tuple[int, int]]
 
-    def _value(self, index: int) -> float:
+    def _wait(self) -> None:
         if isinstance(self._done, torch.cuda.Event):
             self._done.synchronize()
-        return float(self._scale[index])
+
+    def _value(self, index: int) -> float:
+        self._wait()
+        return float(self._totals[index])
 
     @property
     def is_running(self) -> bool:
@@ -42,7 +46,7 @@ class StepResult:
     @property
     def loss(self) -> float:
         """Mean loss over the step's trained tokens."""
-        return self._value(2)
+        return self._value(0)
 
     @property
     def grad_norm(self) -> float:
@@ -52,7 +56,18 @@ class StepResult:
     @property
     def skipped(self) -> bool:
         """Whether the gradient was not finite and nothing changed."""
-        return bool(self._value(3))
+        return bool(self._value(2))
+
+    def stages_not_finite(self) -> list[str]:
+        """Stages whose gradient is not finite, in the order of the backward.
+
+        Where each norm is finite and only their sum overflows, the stage with the largest.
+        """
+        self._wait()
+        norms = self._totals[TOTAL_ELEMENTS:].double()
+        squares = {stage: norms[slice(*where)].square().sum() for stage, where in self._norm_ranges.items()}
+        found = [stage for stage, square in squares.items() if not square.isfinite()]
+        return found[::-1] or [max(squares, key=lambda stage: float(squares[stage]))]
 
 
 class Executor:
@@ -64,6 +79,7 @@ class Executor:
         model: modules for the plan's micro-batch and length.
         buffers: of the program, weights loaded.
         updates: stage id -> its update.
+        settings: of the optimizer.
         max_grad_norm: global norm to clip to; None gives clipping up.
     """
 
@@ -74,12 +90,15 @@ class Executor:
         model: Model,
         buffers: Buffers,
         updates: Mapping[str, StageUpdate],
+        settings: AdamWSettings,
         max_grad_norm: float | None,
     ) -> None:
         self._training = program
         self._evaluation = lower(plan, model.stages, training=False)
         self._on_gpu = model.device.type == "cuda"
-        self._operations = Operations(Layout(plan, model.stages), model, buffers, updates, max_grad_norm)
+        self._norm_ranges = norm_ranges(model.stages)
+        self._num_tensors = sum(len(stage.params) for stage in model.stages)
+        self._operations = Operations(Layout(plan, model.stages), model, buffers, updates, settings, max_grad_norm)
         self._engines: Engines = CudaEngines(len(os.sched_getaffinity(0))) if self._on_gpu else InlineEngines()
         self._signals = {id(p): _signalling(p) for p in (self._training, self._evaluation)}
         self._done: dict[str, Done] = {}
@@ -111,19 +130,20 @@ class Executor:
             self.drain()
             self._done.clear()
             self._last = program
-        scale = torch.zeros(SCALE_ELEMENTS, pin_memory=self._on_gpu)
-        context = StepContext.of(batch, learning_rate, scale, training=program is self._training)
+        context = StepContext.of(
+            batch, learning_rate, self._num_tensors, training=program is self._training, pinned=self._on_gpu
+        )
         signals = self._signals[id(program)]
         for op in program.ops.values():
             # A predecessor in the step before stands later in the order, so its entry is still that step's.
             after = [self._done.get(before) for before, _ in program.predecessors[op.id]]
             work = partial(self._operations.run, op, context)
             self._done[op.id] = self._engines.submit(op.engine, work, after, op.id in signals)
-        return StepResult(scale, self._done["scale/copy"], self._engines.mark())
+        return StepResult(context.totals, self._done["totals/copy"], self._engines.mark(), self._norm_ranges)
 
 
 def _signalling(program: Program) -> set[str]:
     """Operations that another engine, or the reader of the step's numbers, waits for."""
     ops = program.ops
     crossing = {before for before, after, _ in program.edges if ops[before].engine != ops[after].engine}
-    return crossing | {"scale/copy"}
+    return crossing | {"totals/copy"}

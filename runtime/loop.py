@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
@@ -13,7 +14,8 @@ from lazysched.runtime.engines import seconds_between
 from lazysched.runtime.executor import Executor, StepResult
 from lazysched.runtime.schedule import LearningRateSchedule
 
-MAX_SKIPPED_IN_A_ROW = 3
+MAX_NOT_FINITE_IN_A_ROW = 3
+MAX_NAMED_STAGES = 6
 WARM_UP_STEPS = 2
 """Steps that are left out of the measured step time."""
 
@@ -42,6 +44,11 @@ class History:
     def losses(self) -> list[float]:
         """Mean loss of each step."""
         return [row.loss for row in self.rows]
+
+    @property
+    def num_skipped(self) -> int:
+        """Steps that changed nothing because the gradient was not finite."""
+        return sum(row.skipped for row in self.rows)
 
     @property
     def step_s(self) -> float | None:
@@ -73,14 +80,14 @@ class TrainingLoop:
     ) -> None:
         self._executor, self._batch_of, self._schedule, self._report = executor, batch_of, schedule, report
         self._history = History()
-        self._skipped_in_a_row = 0
+        self._not_finite_in_a_row = 0
         self._last_end = executor.mark()
 
     def run(self) -> History:
         """Train.
 
         Raises:
-            RunError: the gradient was not finite ``MAX_SKIPPED_IN_A_ROW`` times in a row.
+            RunError: the gradient was not finite ``MAX_NOT_FINITE_IN_A_ROW`` times in a row.
         """
         self._last_end = self._executor.mark()
         waiting: tuple[int, Batch, StepResult] | None = None
@@ -109,12 +116,19 @@ class TrainingLoop:
         self._last_end = result.end
         self._history.rows.append(row)
         self._report(row)
-        self._skipped_in_a_row = self._skipped_in_a_row + 1 if skipped else 0
-        if self._skipped_in_a_row == MAX_SKIPPED_IN_A_ROW:
+        self._not_finite_in_a_row = 0 if math.isfinite(grad_norm) else self._not_finite_in_a_row + 1
+        if self._not_finite_in_a_row == MAX_NOT_FINITE_IN_A_ROW:
             raise RunError(
-                f"step {step}: the gradient norm was {grad_norm} in {MAX_SKIPPED_IN_A_ROW} steps in a row, "
-                f"the last loss {loss}; lower --learning-rate or look at the data of these steps"
+                f"step {step}: the gradient norm was {grad_norm} in {MAX_NOT_FINITE_IN_A_ROW} steps in a row, last in "
+                f"{_named(result.stages_not_finite())}, with loss {loss}; lower --learning-rate or look at the data "
+                f"of these steps"
             )
+
+
+def _named(stages: list[str]) -> str:
+    """The first of ``stages``, and how many more there are."""
+    more = len(stages) - MAX_NAMED_STAGES
+    return ", ".join(stages[:MAX_NAMED_STAGES]) + (f" and {more} more" if more > 0 else "")
 
 
 def mean_loss(executor: Executor, batches: Iterable[Batch]) -> float:

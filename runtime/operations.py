@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from lazysched.errors import RunError
-from lazysched.layout import Layout
+from lazysched.layout import SCALE_ELEMENTS, TOTAL_ELEMENTS, Layout
 from lazysched.runtime.batch import Batch
 from lazysched.runtime.blocks import BlockTemplate, add_gradients
 from lazysched.runtime.buffers import Buffers
@@ -18,7 +18,7 @@ from lazysched.runtime.ends import Gradients
 from lazysched.runtime.flat import aligned, flat_views
 from lazysched.runtime.model import Model
 from lazysched.runtime.saved import Saved, storage_bytes
-from lazysched.runtime.stage_updates import StageUpdate, StepScale
+from lazysched.runtime.stage_updates import AdamWSettings, StageUpdate, StepScale
 from lazysched.schemas import Op, Stage
 
 
@@ -30,7 +30,8 @@ class StepContext:
         batch: tokens and targets, stacked [2, rows, tokens] int64, page-locked on a GPU.
         loss_scale: 1 / trained tokens of the step.
         learning_rate: of the step.
-        scale: where factor, norm, loss, skip and number of updates arrive on the host, fp32 [5].
+        scale: where the coefficients and the factor arrive on the host, fp32 [15].
+        totals: where loss, gradient norm, skip and the norms of all tensors arrive on the host, fp32 [3 + tensors].
         training: whether the step updates.
     """
 
@@ -38,14 +39,17 @@ class StepContext:
     loss_scale: float
     learning_rate: float
     scale: torch.Tensor
+    totals: torch.Tensor
     training: bool
 
     @classmethod
-    def of(cls, batch: Batch, learning_rate: float, scale: torch.Tensor, training: bool) -> StepContext:
-        """Context of one step on ``batch``."""
+    def of(cls, batch: Batch, learning_rate: float, num_tensors: int, *, training: bool, pinned: bool) -> StepContext:
+        """Context of one step on ``batch`` of a model of ``num_tensors`` weights; ``pinned`` where a GPU copies."""
         stacked = torch.stack([batch.input_ids, batch.targets])
-        pinned = stacked.pin_memory() if scale.is_pinned() else stacked
-        return cls(pinned, 1.0 / max(batch.num_trained_tokens, 1), learning_rate, scale, training)
+        scale = torch.zeros(SCALE_ELEMENTS, pin_memory=pinned)
+        totals = torch.zeros(TOTAL_ELEMENTS + num_tensors, pin_memory=pinned)
+        stacked = stacked.pin_memory() if pinned else stacked
+        return cls(stacked, 1.0 / max(batch.num_trained_tokens, 1), learning_rate, scale, totals, training)
 
 
 class Operations:
@@ -57,19 +61,21 @@ class Operations:
         model: Model,
         buffers: Buffers,
         updates: Mapping[str, StageUpdate],
+        settings: AdamWSettings,
         max_grad_norm: float | None,
     ) -> None:
         self._layout, self._plan = layout, layout.plan
         self._model, self._buffers, self._updates = model, buffers, updates
-        self._max_grad_norm = max_grad_norm
+        self._settings, self._max_grad_norm = settings, max_grad_norm
         self._hidden: dict[str, torch.Tensor] = {}
         self._saved: dict[tuple[str, int], Saved] = {}
         self._edges: dict[int, Any] = {}
         self._outgoing: dict[str, list[torch.Tensor]] = {}
-        self._norm_range = _norm_ranges(layout.stages)
+        self._norm_range = norm_ranges(layout.stages)
         self._handlers = {
             "copy": self._copy, "forward": self._forward, "backward": self._backward, "loss": self._loss,
-            "norm": self._norm, "accumulate": self._accumulate, "scale": self._scale, "update": self._update,
+            "norm": self._norm, "accumulate": self._accumulate, "totals": self._totals, "scale": self._scale,
+            "update": self._update,
         }  # fmt: skip
 
     def run(self, op: Op, context: StepContext) -> None:
@@ -108,7 +114,9 @@ class Operations:
         if source == "host/batch":
             self._buffers[target].copy_(context.batch.view(-1), non_blocking=True)
         elif target == "host/scale":
-            context.scale.copy_(self._buffers["gpu/scale"], non_blocking=True)
+            context.scale.copy_(self._buffers[source], non_blocking=True)
+        elif target == "host/totals":
+            context.totals.copy_(self._buffers[source], non_blocking=True)
         elif source.startswith("gpu/outgoing/"):
             self._send(source, self._buffers[target])
         else:
@@ -241,24 +249,35 @@ class Operations:
     def _accumulate(self, op: Op, context: StepContext) -> None:
         self._buffers[op.writes[0]].add_(self._buffers[op.reads[0]])
 
+    def _totals(self, op: Op, context: StepContext) -> None:
+        totals, loss = self._buffers["gpu/totals"], self._buffers["gpu/loss"][0]
+        if not context.training:
+            totals[0].copy_(loss)
+            return
+        norms = self._buffers["gpu/norms"]
+        norm = torch.linalg.vector_norm(norms)
+        skip = (~torch.isfinite(norm)).float() if self._plan.update.check_finite else torch.zeros_like(norm)
+        torch.cat([torch.stack([loss, norm, skip]), norms], out=totals)
+
     def _scale(self, op: Op, context: StepContext) -> None:
         scale = self._buffers["gpu/scale"]
-        scale[2].copy_(self._buffers["gpu/loss"][0])
-        if not context.training:
-            return
-        norm = torch.linalg.vector_norm(self._buffers["gpu/norms"])
-        skip = (~torch.isfinite(norm)).float()
-        factor = torch.ones_like(norm)
-        if self._max_grad_norm is not None:
-            factor = torch.clamp(self._max_grad_norm / (norm + 1e-6), max=1.0)
-        scale.copy_(torch.stack([factor, norm, scale[2], skip, scale[4] + 1 - skip]))
+        before = self._scale_of(scale, context)
+        factor, skip = torch.ones_like(before.factor), torch.zeros_like(before.factor)
+        if "gpu/totals" in op.reads:
+            _, norm, skip = self._buffers["gpu/totals"][:TOTAL_ELEMENTS]
+            if self._max_grad_norm is not None:
+                factor = torch.clamp(self._max_grad_norm / (norm + 1e-6), max=1.0)
+        coefficients = self._settings.coefficients(factor, skip, before.step + 1 - skip, context.learning_rate)
+        torch.cat([coefficients, factor[None]], out=scale)
 
     def _update(self, op: Op, context: StepContext) -> None:
         values = context.scale if op.engine == "cpu" else self._buffers["gpu/scale"]
         assert op.stage is not None
-        self._updates[op.stage].update(
-            StepScale(factor=values[0], skip=values[3], step=values[4], learning_rate=context.learning_rate)
-        )
+        self._updates[op.stage].update(self._scale_of(values, context))
+
+    @staticmethod
+    def _scale_of(values: torch.Tensor, context: StepContext) -> StepScale:
+        return StepScale(factor=values[-1], coefficients=values[:-1], learning_rate=context.learning_rate)
 
 
 def _only(buffers: tuple[str, ...], prefix: str) -> str:
@@ -266,7 +285,7 @@ def _only(buffers: tuple[str, ...], prefix: str) -> str:
     return next(buffer for buffer in buffers if buffer.startswith(prefix))
 
 
-def _norm_ranges(stages: list[Stage]) -> dict[str, tuple[int, int]]:
+def norm_ranges(stages: list[Stage]) -> dict[str, tuple[int, int]]:
     """Where each stage's tensor norms stand, in the order of the flat store."""
     ranges, start = {}, 0
     for stage in stages:

@@ -18,6 +18,7 @@ class ProgressReport:
     def __init__(self, console: Console, num_steps: int, predicted_step_s: float | None, logging_steps: int) -> None:
         self._console, self._num_steps = console, num_steps
         self._predicted_step_s, self._logging_steps = predicted_step_s, logging_steps
+        self._num_skipped = 0
         self._bar: Progress | None = None
         if console.is_terminal:
             columns = (
@@ -39,7 +40,8 @@ class ProgressReport:
             self._bar.stop()
 
     def __call__(self, row: StepRow) -> None:
-        """Show one step."""
+        """Show one step; with it how many were skipped, as lines may leave steps out."""
+        self._num_skipped += row.skipped
         text = self._text(row)
         if self._bar is not None:
             self._bar.update(self._task, advance=1, description=text)
@@ -50,7 +52,7 @@ class ProgressReport:
 
     def _text(self, row: StepRow) -> str:
         predicted = "" if self._predicted_step_s is None else f" (plan {format_seconds(self._predicted_step_s)})"
-        skipped = " SKIPPED: gradient not finite" if row.skipped else ""
+        skipped = f" {self._num_skipped} skipped: gradient not finite" if self._num_skipped else ""
         return (
             f"loss {row.loss:.4f} norm {row.grad_norm:.3g} lr {row.learning_rate:.2e} "
             f"{row.tokens / row.step_s:,.0f} tok/s {format_seconds(row.step_s)}{predicted}{skipped}"

@@ -13,9 +13,11 @@ if TYPE_CHECKING:
 
 
 def comparison_table(result: TrainResult, title: str) -> Table:
-    """Step time and peak memory of each tier, predicted and measured; held-out loss before and after."""
+    """Step time and peak memory of each tier, predicted and measured; skipped steps; held-out loss before and after."""
     table = Table("", "predicted", "measured", title=title)
     table.add_row("step time", _time(result.predicted_step_s), _time(result.measured_step_s))
+    if result.num_skipped:
+        table.add_row("skipped steps", "", f"{result.num_skipped}, gradient not finite")
     for tier, num_bytes in result.peak_bytes.items():
         planned = result.predicted_peak_bytes.get(tier)
         table.add_row(f"{tier} memory", "-" if planned is None else format_bytes(planned), format_bytes(num_bytes))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 from torch import nn
@@ -14,8 +15,9 @@ from lazysched.lower import lower
 from lazysched.runtime.buffers import Buffers
 from lazysched.runtime.executor import Executor
 from lazysched.runtime.flat import flat_views
+from lazysched.runtime.hybrid8 import SMALLEST_EPSILON
 from lazysched.runtime.model import Model
-from lazysched.runtime.stage_updates import AdamWFp32, AdamWSettings, StageUpdate
+from lazysched.runtime.stage_updates import AdamWFp32, AdamWSettings, Hybrid8Update, StageUpdate
 from lazysched.schemas import Plan, Stage
 
 
@@ -54,22 +56,27 @@ class Session:
             )
         layout = Layout(plan, self.model.stages)
         _check_variants(layout)
+        _check_settings(plan, settings, max_grad_norm)
         self.program = lower(plan, self.model.stages)
         self.buffers = Buffers(self.program, plan.compute_dtype, device, host_limit_bytes)
         self.updates = {stage.id: self._update_of(stage, layout, settings) for stage in self.model.stages}
-        self.executor = Executor(plan, self.program, self.model, self.buffers, self.updates, max_grad_norm)
+        self.executor = Executor(plan, self.program, self.model, self.buffers, self.updates, settings, max_grad_norm)
 
     def _update_of(self, stage: Stage, layout: Layout, settings: AdamWSettings) -> StageUpdate:
         place = "host" if layout.on_host(stage) else "gpu"
         weights, grads, state = (self.buffers[f"{place}/{kind}/{stage.id}"] for kind in ("weights", "grads", "state"))
-        return AdamWFp32(stage, weights, grads, state, settings)
+        if layout.choice(stage).state_format == "hybrid8":
+            return Hybrid8Update(stage, weights, grads, state, settings, self.plan.fp32_state_elements)
+        return AdamWFp32(stage, weights, grads, state.view(torch.float32), settings)
 
     def load(self, read_into: Callable[[str, torch.Tensor], None]) -> None:
-        """Fill the store; ``read_into(name, target)`` copies one checkpoint tensor into a view of it."""
+        """Fill the store; ``read_into(name, target)`` copies one checkpoint tensor into ``target``.
+
+        Targets lie in the store, but for 8-bit state beside bf16 weights: there each is a temporary of that tensor.
+        """
         for update in self.updates.values():
-            for name, target in update.master.items():
-                read_into(name, target)
-            update.publish()
+            for name in update.weights:
+                update.load(name, partial(read_into, name))
 
     def initialise(self, seed: int) -> None:
         """Draw random weights as the model's own initialisation does; the same seed gives the same on one device."""
@@ -100,8 +107,7 @@ class Session:
         """Take a stage's weights from its flat store on any device."""
         update = self.updates[stage.id]
         for name, view in flat_views(weights, stage, weights.element_size()).items():
-            update.master[name].copy_(view)
-        update.publish()
+            update.load(name, partial(_copy_into, view))
 
     def weight_names(self) -> list[tuple[str, tuple[int, ...]]]:
         """Name and shape of every stored weight, in the order of the stages."""
@@ -130,6 +136,25 @@ class Session:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _copy_into(source: torch.Tensor, target: torch.Tensor) -> None:
+    target.copy_(source)
+
+
+def _check_settings(plan: Plan, settings: AdamWSettings, max_grad_norm: float | None) -> None:
+    """Refuse hyperparameters that the plan's formats or its order of updates cannot serve."""
+    formats = {choice.state_format for choice in plan.stages.values()}
+    if "hybrid8" in formats and settings.epsilon < SMALLEST_EPSILON:
+        raise UsageError(
+            f"adam_epsilon: {settings.epsilon} is too small for optimizer state hybrid8; give at least "
+            f"{SMALLEST_EPSILON} or solve with --optimizer-state fp32"
+        )
+    if max_grad_norm is not None and not plan.update.waits_for_norm:
+        raise UsageError(
+            f"max_grad_norm: {max_grad_norm}: this plan updates before the gradient norm is known "
+            f"(update.check_finite is false); solve again with --max-grad-norm"
+        )
 
 
 def _check_variants(layout: Layout) -> None:

@@ -1,32 +1,53 @@
-"""The update of a stage behind one interface: fp32 AdamW (arXiv 1711.05101) by the fused kernel of torch.
+"""The update of a stage behind one interface, for each format of optimizer state.
 
-The gradient comes in the computing dtype with one factor for the whole step, which the update applies; no pass over
-gradients exists only for clipping.
+``fp32``: AdamW (arXiv 1711.05101) by the fused kernel of torch, the exact reference. ``hybrid8``: 8-bit moments as
+:mod:`lazysched.runtime.hybrid8` specifies. The gradient comes in the computing dtype with one factor for the whole
+step, which the update applies; no pass over gradients exists only for clipping.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
-from lazysched.lower import GPU_UPDATE_CHUNK
+from lazysched.layout import GPU_UPDATE_CHUNK
+from lazysched.optimizer_state import TensorState, hybrid8_layout
+from lazysched.runtime import hybrid8, hybrid8_torch
 from lazysched.runtime.flat import flat_views
+from lazysched.runtime.hybrid8 import BlockState, Coefficients, Fp32State
+from lazysched.runtime.hybrid8_backends import prepare
 from lazysched.schemas import Stage
 
 CPU_UPDATE_CHUNK = 1 << 20
 """Elements updated at a time on the CPU: master, moments and gradient of a chunk stay in the outer caches."""
 
+_SKIP, _STEP = (Coefficients._fields.index(name) for name in ("skip", "step"))
+
+Fill = Callable[[torch.Tensor], object]
+"""Writes one tensor's values into a tensor of its shape, any float dtype."""
+
 
 @dataclass(frozen=True)
 class AdamWSettings:
-    """Hyperparameters that stay the same for a run."""
+    """Hyperparameters that stay the same for a run; ``seed`` is that of the random bits of format ``hybrid8``."""
 
     beta1: float = 0.9
     beta2: float = 0.999
     epsilon: float = 1e-8
     weight_decay: float = 0.0
+    seed: int = 0
+
+    def coefficients(
+        self, factor: torch.Tensor, skip: torch.Tensor, step: torch.Tensor, learning_rate: float
+    ) -> torch.Tensor:
+        """What updates of format ``hybrid8`` read in one step, fp32 [14], on the device of the arguments."""
+        return hybrid8.coefficients(
+            factor, skip, step, learning_rate=learning_rate, beta1=self.beta1, beta2=self.beta2, epsilon=self.epsilon,
+            weight_decay=self.weight_decay,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -35,33 +56,39 @@ class StepScale:
 
     Attributes:
         factor: fp32 scalar, min(1, max_norm / (norm + 1e-6)), or 1.
-        skip: fp32 scalar, 1 where the gradient norm is not finite and nothing may change.
-        step: fp32 scalar, number of updates including this one.
+        coefficients: fp32 [14], the same and the hyperparameters as format ``hybrid8`` reads them.
         learning_rate: of this step.
     """
 
     factor: torch.Tensor
-    skip: torch.Tensor
-    step: torch.Tensor
+    coefficients: torch.Tensor
     learning_rate: float
+
+    @property
+    def skip(self) -> torch.Tensor:
+        """fp32 scalar, 1 where the gradient norm is not finite and nothing may change."""
+        return self.coefficients[_SKIP]
+
+    @property
+    def step(self) -> torch.Tensor:
+        """fp32 scalar, number of updates including this one."""
+        return self.coefficients[_STEP]
 
 
 class StageUpdate(Protocol):
-    """Updates one stage in place; the formats of optimizer state implement it.
+    """Updates one stage in place; the formats of optimizer state implement it. Moments start as the zeros they find.
 
     Attributes:
         weights: name -> view of the stage's weights in the computing dtype.
-        master: name -> view of the weights that are updated; loading writes them.
     """
 
     weights: dict[str, torch.Tensor]
-    master: dict[str, torch.Tensor]
 
-    def publish(self) -> None:
-        """Make ``weights`` agree with ``master`` after loading."""
+    def load(self, name: str, fill: Fill) -> None:
+        """Take one tensor's value, with all the bits that the master has; needs memory for that tensor at most."""
 
     def update(self, scale: StepScale) -> None:
-        """Apply one step to weights and state."""
+        """Apply one step to weights and state; nothing changes where ``scale.skip`` is set."""
 
 
 class AdamWFp32:
@@ -86,7 +113,6 @@ class AdamWFp32:
         first, second = segments[-2:]
         named = [flat_views(flat, stage, element_bytes) for flat in (weights, grads, master, first, second)]
         self.weights, self.master = named[0], named[2]
-        self._flat_weights, self._flat_master = weights, master
         self._settings = settings
         self._tensors = [
             (tuple(views[name].view(-1) for views in named), 0.0 if _undecayed(name, shape) else settings.weight_decay)
@@ -97,10 +123,11 @@ class AdamWFp32:
         largest = max((t[0][0].numel() for t in self._tensors), default=0)
         self._scratch_size = min(chunk, largest)
 
-    def publish(self) -> None:
-        """Round the master weights, as just loaded, to the weights."""
+    def load(self, name: str, fill: Fill) -> None:
+        """Fill the master and round it to the weight."""
+        fill(self.master[name])
         if self.has_master:
-            self._flat_weights[: self._flat_master.numel()].copy_(self._flat_master)
+            self.weights[name].copy_(self.master[name])
 
     def update(self, scale: StepScale) -> None:
         """Apply one step of AdamW; nothing changes where ``scale.skip`` is set."""
@@ -134,6 +161,77 @@ class AdamWFp32:
             eps=settings.epsilon, amsgrad=False, maximize=False, grad_scale=None,
             found_inf=scale.skip if master.is_cuda else None,
         )  # fmt: skip
+
+
+class Hybrid8Update:
+    """8-bit moments of one stage's matrices and fp32 ones of its small tensors, on any device.
+
+    Args:
+        stage: names and shapes.
+        weights: flat store, [elements] or longer, bf16 or fp32; fp32 is the master itself.
+        grads: flat gradients, [elements] or longer, in the dtype of the weights.
+        state: flat uint8, as ``lazysched.optimizer_state.hybrid8_layout`` lays it out; zeros, but for loaded masters.
+        settings: hyperparameters. Biases and one-dimensional tensors do not decay.
+        fp32_elements: tensors with at most so many elements keep fp32 state.
+    """
+
+    def __init__(
+        self, stage: Stage, weights: torch.Tensor, grads: torch.Tensor, state: torch.Tensor, settings: AdamWSettings,
+        fp32_elements: int,
+    ) -> None:  # fmt: skip
+        element_bytes = weights.element_size()
+        self.weights = flat_views(weights, stage, element_bytes)
+        named_grads = flat_views(grads, stage, element_bytes)
+        self._states = {
+            tensor.name: _carve(tensor, self.weights[tensor.name], named_grads[tensor.name], state, settings)
+            for tensor in hybrid8_layout(stage, element_bytes, fp32_elements)[0]
+        }
+        self._prepared = prepare(list(self._states.values()))
+
+    def load(self, name: str, fill: Fill) -> None:
+        """Fill the master: the fp32 weight itself, the fp32 master, or 24 bits in weight and correction."""
+        state, weight = self._states[name], self.weights[name]
+        if isinstance(state, BlockState) and state.correction is not None:
+            exact = torch.empty(weight.shape, dtype=torch.float32)  # on the host: a GPU's memory is planned
+            fill(exact)
+            _store_nearest(exact.view(-1), state.weight, state.correction)
+        elif isinstance(state, Fp32State) and state.master is not None:
+            fill(state.master.view(weight.shape))
+            state.weight.copy_(state.master)
+        else:
+            fill(weight)
+
+    def update(self, scale: StepScale) -> None:
+        """Apply one step of AdamW; nothing changes where ``scale.skip`` is set."""
+        self._prepared.update(scale.coefficients)
+
+
+def _carve(
+    tensor: TensorState, weight: torch.Tensor, grad: torch.Tensor, state: torch.Tensor, settings: AdamWSettings
+) -> BlockState | Fp32State:
+    """The parts of one tensor's state as flat views of ``state``, uint8."""
+
+    def part(name: str, dtype: torch.dtype) -> torch.Tensor:
+        offset, num_bytes = tensor.parts[name]
+        return state[offset : offset + num_bytes].view(dtype)
+
+    decays = not _undecayed(tensor.name, tensor.shape)
+    weight, grad = weight.view(-1), grad.view(-1)
+    if not tensor.is_8bit:
+        master = part("master", torch.float32) if "master" in tensor.parts else None
+        return Fp32State(weight, grad, master, part("first", torch.float32), part("second", torch.float32), decays)
+    return BlockState(
+        weight, grad, part("correction", torch.int8) if "correction" in tensor.parts else None,
+        part("first", torch.int8), part("second", torch.uint8), part("first_scale", torch.float32),
+        part("second_scale", torch.float32), hybrid8.stream_of(settings.seed, tensor.name), decays,
+    )  # fmt: skip
+
+
+def _store_nearest(exact: torch.Tensor, weight: torch.Tensor, correction: torch.Tensor) -> None:
+    """Split fp32 masters, rounded to nearest, into weights and corrections; flat, chunk by chunk."""
+    size = hybrid8_torch.CHUNK_ELEMENTS
+    for part, high, low in zip(exact.split(size), weight.split(size), correction.split(size), strict=True):
+        hybrid8_torch.store_master(part.to(weight.device), 128, high, low)
 
 
 def _undecayed(name: str, shape: tuple[int, ...]) -> bool:

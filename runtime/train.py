@@ -33,6 +33,8 @@ class TrainResult:
 
     output_dir: Path
     losses: list[float]
+    num_skipped: int
+    """Steps that changed nothing because their gradient was not finite."""
     measured_step_s: float | None
     """Median after warm-up; None for a run of fewer steps than that."""
     predicted_step_s: float | None
@@ -92,11 +94,12 @@ def train(
         lr_scheduler_type: what follows the warm-up.
         warmup_ratio: share of the run that warms up.
         weight_decay: of matrices; biases and norms do not decay.
-        max_grad_norm: global norm to clip to, 0 gives clipping up; None takes the plan's.
+        max_grad_norm: global norm to clip to, 0 gives clipping up; None takes the plan's. A plan that updates before
+            the norm is known (``update.check_finite`` false) cannot clip.
         adam_beta1: decay of the first moment.
         adam_beta2: decay of the second moment.
-        adam_epsilon: added to the root of the second moment.
-        seed: of the data's order and of random weights.
+        adam_epsilon: added to the root of the second moment; at least 1e-30 with 8-bit optimizer state.
+        seed: of the data's order, of random weights and of the rounding of 8-bit optimizer state.
         logging_steps: steps between plain lines where there is no terminal.
         console: where progress goes.
 
@@ -112,7 +115,7 @@ def train(
     check_output_dir(folder)
     inputs = _read_inputs(plan, model, data, eval_data, init, console)
     _compare_hardware(plan, target, console)
-    settings = AdamWSettings(adam_beta1, adam_beta2, adam_epsilon, weight_decay)
+    settings = AdamWSettings(adam_beta1, adam_beta2, adam_epsilon, weight_decay, seed)
     clip_norm = plan.update.clip_norm if max_grad_norm is None else (max_grad_norm or None)
     batches = data_module.Batches(inputs.train, plan.batch_size, plan.seq_len, seed, inputs.pad_id)
     num_steps = batches.num_steps(num_train_epochs) if max_steps is None else max_steps
@@ -130,7 +133,10 @@ def train(
             _export(session, inputs.source, folder, history)
     except torch.OutOfMemoryError as error:
         raise _out_of_memory(plan, error) from None
-    return TrainResult(folder, history.losses, history.step_s, predicted, measured, memory.predicted(), before, after)
+    return TrainResult(
+        folder, history.losses, history.num_skipped, history.step_s, predicted, measured, memory.predicted(), before,
+        after,
+    )  # fmt: skip
 
 
 def _check_numbers(

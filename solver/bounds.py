@@ -86,7 +86,10 @@ class _Counts:
 def _add_times(
     problem: pulp.LpProblem, instance: Instance, counts: _Counts, period: pulp.LpVariable, slots: int
 ) -> None:
-    """Every engine must fit its work into T; updates come between a step's backward and the next head."""
+    """Every engine must fit its work into T; updates that wait for the norm come between a backward and the next head.
+
+    Updates that do not wait for it may run beside anything.
+    """
     m = instance.candidate.accumulation
     host: tuple[StateChoice, ...] = ("resident", "streamed")
     ends_s = instance.head_s + instance.embed_backward_s
@@ -95,7 +98,7 @@ def _add_times(
     gpu_updates = counts.state(lambda c: c.gpu_update_s, "gpu") + counts.ends(lambda c: c.gpu_update_s, gpu=True)
     problem += period >= forward + backward + gpu_updates
     updates = counts.state(lambda c: c.cpu_update_s, *host) + counts.ends(lambda c: c.cpu_update_s, gpu=False)
-    problem += period >= backward + updates
+    problem += period >= (backward + updates if instance.update.waits_for_norm else updates)
     loads = counts.state(lambda c: c.load_s, *host) + counts.ends(lambda c: c.load_s, gpu=False)
     again = counts.state(lambda c: c.load_s, "streamed") - slots * max(c.load_s for c in instance.blocks)
     fetches = counts.save(lambda o: m * o.fetch_s)

@@ -12,9 +12,9 @@ from functools import cached_property
 from typing import Literal
 
 from lazysched.errors import UsageError
-from lazysched.layout import MASTER_BYTES, SCALE_ELEMENTS
-from lazysched.lower import GPU_UPDATE_CHUNK
-from lazysched.schemas import BYTES_PER_ELEMENT, Curve, Profile, SaveVariant, Stage, Tier
+from lazysched.layout import MASTER_BYTES, SCALE_ELEMENTS, TOTAL_ELEMENTS, gpu_update_working_bytes
+from lazysched.optimizer_state import FP32_STATE_ELEMENTS, state_bytes
+from lazysched.schemas import BYTES_PER_ELEMENT, Curve, Profile, SaveVariant, Stage, StateFormat, Tier, Update
 
 GB = 1e9
 
@@ -97,13 +97,20 @@ class VocabularyOption:
 class Instance:
     """All coefficients of ``candidate`` on the machine and model of ``profile``.
 
+    Args:
+        profile: measurements.
+        candidate: the point of the outer search.
+        state_format: of the optimizer state of all stages.
+        update: how a step ends.
+
     Raises:
         UsageError: the profile lacks a figure that the candidate needs.
     """
 
-    def __init__(self, profile: Profile, candidate: Candidate) -> None:
-        self.profile = profile
-        self.candidate = candidate
+    def __init__(self, profile: Profile, candidate: Candidate, state_format: StateFormat, update: Update) -> None:
+        self.profile, self.candidate = profile, candidate
+        self.state_format: StateFormat = state_format
+        self.update = update
         self.element_bytes = BYTES_PER_ELEMENT[profile.compute_dtype]
         self.embed_stage, self.head_stage = profile.stages[0], profile.stages[-1]
         self.block_stages = profile.stages[1:-1]
@@ -141,9 +148,8 @@ class Instance:
 
     @cached_property
     def gpu_constant_gb(self) -> float:
-        """Batch, norms and accumulators."""
-        num_tensors = sum(len(stage.params) for stage in self.profile.stages)
-        small = self.batch_gb + MASTER_BYTES * (num_tensors + 1 + SCALE_ELEMENTS) / GB
+        """Batch, loss, norms, what a step reports and accumulators."""
+        small = self.host_constant_gb + MASTER_BYTES * (self._num_tensors + 1) / GB
         if self.candidate.accumulation > 1:
             small += max(block.accumulator_gb for block in self.blocks)
         if self.tied:
@@ -157,8 +163,12 @@ class Instance:
 
     @cached_property
     def host_constant_gb(self) -> float:
-        """Batch and the clip factor."""
-        return self.batch_gb + MASTER_BYTES * SCALE_ELEMENTS / GB
+        """Batch, what updates read and what a step reports."""
+        return self.batch_gb + MASTER_BYTES * (SCALE_ELEMENTS + TOTAL_ELEMENTS + self._num_tensors) / GB
+
+    @cached_property
+    def _num_tensors(self) -> int:
+        return sum(len(stage.params) for stage in self.profile.stages)
 
     @cached_property
     def vocabulary_options(self) -> tuple[VocabularyOption, ...]:
@@ -217,17 +227,16 @@ class Instance:
         accumulator_bytes = MASTER_BYTES * elements
         accumulates = self.candidate.accumulation > 1 or not stage.is_block
         norm_bytes = (accumulator_bytes + stage.weight_bytes if accumulates else 0) + stage.weight_bytes
-        copies = 3 if self.element_bytes < MASTER_BYTES else 2
         return StageCosts(
             weight_gb=stage.weight_bytes / GB,
-            state_gb=copies * accumulator_bytes / GB,
+            state_gb=state_bytes(stage, self.element_bytes, self.state_format, FP32_STATE_ELEMENTS) / GB,
             accumulator_gb=accumulator_bytes / GB,
             load_s=self.link_s("h2d", stage.weight_bytes),
             grads_s=self.link_s("d2h", stage.weight_bytes),
             norm_s=self.link_s("gpu", norm_bytes),
-            cpu_update_s=stage.num_params / update_rate(self.profile, "cpu"),
-            gpu_update_s=stage.num_params / update_rate(self.profile, "gpu"),
-            gpu_update_working_gb=MASTER_BYTES * min(elements, GPU_UPDATE_CHUNK) / GB,
+            cpu_update_s=stage.num_params / update_rate(self.profile, "cpu", self.state_format),
+            gpu_update_s=stage.num_params / update_rate(self.profile, "gpu", self.state_format),
+            gpu_update_working_gb=gpu_update_working_bytes(elements, self.state_format) / GB,
         )
 
     def _vocabulary(self, embed: StateChoice, head: StateChoice) -> VocabularyOption:
@@ -279,9 +288,9 @@ def _curve(profile: Profile, link: str) -> Curve:
     return both if both is not None and both.points else profile.links[link]
 
 
-def update_rate(profile: Profile, processor: Literal["cpu", "gpu"]) -> float:
-    """Parameters per second of the fp32 update on ``processor``; :func:`check_profile` made sure that it is there."""
-    rate = profile.update[processor]["fp32"].per_s
+def update_rate(profile: Profile, processor: Literal["cpu", "gpu"], state_format: StateFormat) -> float:
+    """Parameters per second of the update on ``processor``; :func:`check_profile` made sure that it is there."""
+    rate = profile.update[processor][state_format].per_s
     assert rate is not None
     return rate
 
@@ -306,8 +315,8 @@ def offload_limits(profile: Profile, micro_batch: int) -> list[int]:
     return sorted({0} | {sum(variant.saved.values()) for variant in listed})
 
 
-def check_profile(profile: Profile) -> None:
-    """Refuse a profile that lacks what every plan needs.
+def check_profile(profile: Profile, state_format: StateFormat) -> None:
+    """Refuse a profile that lacks what every plan with optimizer state in ``state_format`` needs.
 
     Raises:
         UsageError: names the first figure that is missing.
@@ -319,10 +328,10 @@ def check_profile(profile: Profile) -> None:
             raise UsageError(f"profile: links.{link}: not measured ({reason}); profile again")
     processors: Sequence[Literal["cpu", "gpu"]] = ("cpu", "gpu")
     for processor in processors:
-        rate = profile.update.get(processor, {}).get("fp32")
+        rate = profile.update.get(processor, {}).get(state_format)
         if rate is None or rate.per_s is None:
             reason = "missing" if rate is None else rate.reason
-            raise UsageError(f"profile: update.{processor}.fp32: not measured ({reason}); profile again")
+            raise UsageError(f"profile: update.{processor}.{state_format}: not measured ({reason}); profile again")
     if not usable_micro_batches(profile):
         raise UsageError(f"profile: {_first_unmeasured(profile)}; profile again")
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from lazysched.schemas import Plan, SaveVariant, StagePlan, Tier, Update, variant_key
+from lazysched.schemas import Plan, SaveVariant, StagePlan, Tier, variant_key
 from lazysched.solver.instance import Instance, SaveOption, StateChoice
 
 
@@ -22,9 +22,7 @@ class Choices:
     """Index into ``Instance.vocabulary_options``."""
 
 
-def make_plan(
-    instance: Instance, choices: Choices, *, budget_bytes: Mapping[Tier, int], clip_norm: float | None
-) -> Plan:
+def make_plan(instance: Instance, choices: Choices, *, budget_bytes: Mapping[Tier, int]) -> Plan:
     """The plan that ``choices`` describe, without a prediction."""
     profile, candidate = instance.profile, instance.candidate
     vocabulary = instance.vocabulary_options[choices.vocabulary]
@@ -51,8 +49,11 @@ def make_plan(
         loss_chunk_tokens=profile.loss_chunk_tokens,
         prefetch_depth=candidate.prefetch_depth,
         d2h_lag=candidate.d2h_lag,
-        update=Update(clip_norm=clip_norm),
-        stages=stages,
+        update=instance.update,
+        stages={
+            stage_id: choice.model_copy(update={"state_format": instance.state_format})
+            for stage_id, choice in stages.items()
+        },
         variants=variants,
         budget_bytes=dict(budget_bytes),
     )

@@ -54,10 +54,11 @@ def _key(name: str, choice: StagePlan) -> tuple[str, ...]:
     """What is equal within a run of stages; only blocks form runs."""
     kind = "block" if name.startswith("block.") else name
     weights = "streamed" if choice.weights == "host" else "resident"
+    state = f"{choice.state_format} on {choice.state}"
     if kind != "block":
-        return kind, weights, choice.state, "", ""
+        return kind, weights, state, "", ""
     tiers = sorted({choice.input_tier, *choice.saved_tiers.values()})
-    return kind, weights, choice.state, choice.save, " + ".join(tiers)
+    return kind, weights, state, choice.save, " + ".join(tiers)
 
 
 def _prediction_table(plan: Plan, timeline: Timeline) -> Table:

@@ -16,10 +16,11 @@ import math
 import time
 from dataclasses import dataclass, replace
 from importlib.metadata import version
+from typing import get_args
 
 from lazysched.errors import TimeLimitError, UsageError
 from lazysched.lower import lower
-from lazysched.schemas import Plan, Profile, SolverReport, Tier
+from lazysched.schemas import Plan, Profile, SolverReport, StateFormat, Tier, Update
 from lazysched.solver import infeasible, recipes
 from lazysched.solver.bounds import count_bound_s
 from lazysched.solver.instance import Candidate, Instance, check_profile, offload_limits, usable_micro_batches
@@ -84,6 +85,8 @@ def solve(
     host_memory_bytes: int | None = None,
     nvme_bytes: int = 0,
     max_grad_norm: float | None = 1.0,
+    check_finite: bool = True,
+    optimizer_state: StateFormat = "hybrid8",
     time_limit_s: float = 30.0,
     gap: float = 0.01,
     seed: int = 0,
@@ -97,6 +100,9 @@ def solve(
         host_memory_bytes: likewise for the host.
         nvme_bytes: must be 0 for now.
         max_grad_norm: global gradient norm to clip to; None gives clipping up.
+        check_finite: skip steps whose gradient is not finite; False, which needs no clipping, lets updates start during
+            the backward.
+        optimizer_state: ``hybrid8`` has 8-bit moments, ``fp32`` is the exact reference.
         time_limit_s: wall-clock seconds for the search.
         gap: a plan within this share of the lower bound is good enough.
         seed: of the search and of HiGHS; the same seed gives the same plan unless a wall-clock limit cut in.
@@ -110,13 +116,16 @@ def solve(
         raise UsageError(f"nvme: {nvme_bytes} bytes: placement on NVMe is not there yet; use 0")
     if time_limit_s <= 0 or not 0 <= gap < 1:
         raise UsageError(f"time_limit_s: {time_limit_s}, gap: {gap}: use a positive time and a gap in [0, 1)")
-    check_profile(profile)
+    if optimizer_state not in get_args(StateFormat):
+        raise UsageError(f"optimizer_state: {optimizer_state!r} is not known; use {' or '.join(get_args(StateFormat))}")
+    check_profile(profile, optimizer_state)
     budget_bytes: dict[Tier, int] = {
         "gpu": _budget(profile, "gpu", gpu_memory_bytes),
         "host": _budget(profile, "host", host_memory_bytes),
         "nvme": 0,
     }
-    settings = _Settings(profile, batch_size, budget_bytes, max_grad_norm, time_limit_s, gap, seed)
+    update = _update(max_grad_norm, check_finite)
+    settings = _Settings(profile, batch_size, budget_bytes, update, optimizer_state, time_limit_s, gap, seed)
     return _Search(settings).run()
 
 
@@ -125,10 +134,20 @@ class _Settings:
     profile: Profile
     batch_size: int
     budget_bytes: dict[Tier, int]
-    clip_norm: float | None
+    update: Update
+    state_format: StateFormat
     time_limit_s: float
     gap: float
     seed: int
+
+
+def _update(max_grad_norm: float | None, check_finite: bool) -> Update:
+    if max_grad_norm is not None and not check_finite:
+        raise UsageError(
+            f"check_finite: clipping to max_grad_norm {max_grad_norm} waits for the gradient norm, so that giving the "
+            f"check up gains nothing; give up both with --max-grad-norm 0 --no-finite-check"
+        )
+    return Update(clip_norm=max_grad_norm, check_finite=check_finite)
 
 
 def _budget(profile: Profile, tier: Tier, given: int | None) -> int:
@@ -308,7 +327,8 @@ class _Search:
 
     def _instance(self, candidate: Candidate) -> Instance:
         if candidate not in self.instances:
-            self.instances[candidate] = Instance(self.profile, candidate)
+            settings = self.settings
+            self.instances[candidate] = Instance(self.profile, candidate, settings.state_format, settings.update)
         return self.instances[candidate]
 
     def _budgets(self, instance: Instance) -> Budgets:
@@ -342,10 +362,7 @@ class _Search:
         return self.simulated[found]
 
     def _lowered_and_simulated(self, found: Found) -> tuple[Plan, Timeline]:
-        plan = make_plan(
-            self._instance(found.candidate), found.choices, budget_bytes=self.settings.budget_bytes,
-            clip_norm=self.settings.clip_norm,
-        )  # fmt: skip
+        plan = make_plan(self._instance(found.candidate), found.choices, budget_bytes=self.settings.budget_bytes)
         program = lower(plan, self.profile.stages)
         return plan, simulate(program, self.profile, micro_batch=plan.micro_batch, steps=SIMULATED_STEPS)
 

@@ -1,7 +1,8 @@
 """Time rows: when each window computes and when each engine serves it, over one cyclic step of period T.
 
 Windows w: 0 embedding, 1..L blocks forward, L+1 head, L+2..2L+1 blocks backward in reverse, 2L+2 embedding backward;
-the updates on the GPU follow. Every engine serves windows in their order, so no order has to be decided.
+the updates on the GPU follow. Where no update waits for the norm, they are part of the window that ends their gradient.
+Every engine serves windows in their order, so no order has to be decided.
 
 Legend (seconds; M micro-batches, p prefetch depth, q D2H lag):
     T        period of the step
@@ -11,15 +12,18 @@ Legend (seconds; M micro-batches, p prefetch depth, q D2H lag):
     tr[w]    the remaining fetches for w
     ty[w]    copies to the host for w start          save[w]  duration of one micro-batch, grads[w] of a gradient
     te       the clip factor is on the host: updates are released (exact clipping)
-    cc[w]    CPU updates up to the stage of window w, in forward order
+    cc[w]    CPU updates up to the stage of window w, in forward order; where no update waits for the norm: when the
+             update of the stage whose gradient window w ends has ended, in the order of the backward
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pulp
 
 from lazysched.solver.decisions import Decisions, Expression
-from lazysched.solver.instance import Instance
+from lazysched.solver.instance import Instance, StageCosts, StateChoice
 
 _ZERO = pulp.LpAffineExpression()
 
@@ -35,6 +39,7 @@ class _TimeRows:
     def __init__(self, problem: pulp.LpProblem, instance: Instance, decisions: Decisions) -> None:
         self.problem, self.instance, self.decisions = problem, instance, decisions
         candidate = instance.candidate
+        self.waits_for_norm = instance.update.waits_for_norm
         self.m, self.depth, self.lag = candidate.accumulation, candidate.prefetch_depth, candidate.d2h_lag
         self.num_blocks = instance.num_blocks
         self.head = self.num_blocks + 1
@@ -42,9 +47,9 @@ class _TimeRows:
         self.windows = range(self.num_windows)
         self.forward_blocks = range(1, self.head)
         self.backward_blocks = range(self.head + 1, self.num_windows - 1)
-        self.comp = [self._compute_s(w) for w in self.windows]
+        self.comp = [self._compute_s(w) + self._early_gpu_update_s(w) for w in self.windows]
         self.load = [self._load_s(w) for w in self.windows]
-        self.grads = [self._grads_s(w) for w in self.windows]
+        self.grads = [self._of_gradient(w, lambda c: c.grads_s, gpu=False) for w in self.windows]
         self.save = [self._saved(w, self.forward_blocks, "save_s") for w in self.windows]
         self.fetch = [self._saved(w, self.backward_blocks, "fetch_s") for w in self.windows]
         self.shortest_s = min(o.forward_s for options in instance.saves for o in options) * self.m
@@ -62,7 +67,10 @@ class _TimeRows:
         self._fetch_rows()
         self._save_rows()
         self._gradient_rows()
-        self._update_rows()
+        if self.waits_for_norm:
+            self._update_rows()
+        else:
+            self._early_update_rows()
         return self.period
 
     def _starts(self, letter: str, may_precede_step: bool = False) -> list[pulp.LpVariable]:
@@ -85,6 +93,21 @@ class _TimeRows:
             return self.decisions.save(block, lambda o: self.m * o.forward_s)
         return self.decisions.save(block, lambda o: self.m * o.backward_s) + instance.blocks[block].norm_s
 
+    def _early_gpu_update_s(self, window: int) -> Expression:
+        """Update on the GPU that follows the gradient at once."""
+        return _ZERO if self.waits_for_norm else self._of_gradient(window, lambda c: c.gpu_update_s, gpu=True)
+
+    def _of_gradient(self, window: int, cost: Callable[[StageCosts], float], *, gpu: bool) -> Expression:
+        """``cost`` of the stage whose gradient ``window`` ends, if the GPU (or else the host) updates it."""
+        block = self._block(window)
+        if window < self.head:
+            return _ZERO
+        if block is None:
+            is_head = window == self.head
+            return self.decisions.ends_on(cost, gpu=gpu, embed=not is_head, head=is_head)
+        choices: tuple[StateChoice, ...] = ("gpu",) if gpu else ("resident", "streamed")
+        return self.decisions.state(block, cost, *choices)
+
     def _load_s(self, window: int) -> Expression:
         block = self._block(window)
         if block is None:
@@ -96,15 +119,6 @@ class _TimeRows:
         # At the turn the last blocks still lie in their slots.
         held = block >= self.num_blocks - self.depth - 1
         return _ZERO if held else self.decisions.state(block, lambda c: c.load_s, "streamed")
-
-    def _grads_s(self, window: int) -> Expression:
-        block = self._block(window)
-        if window < self.head:
-            return _ZERO
-        if block is None:
-            is_head = window == self.head
-            return self.decisions.ends_on(lambda c: c.grads_s, gpu=False, embed=not is_head, head=is_head)
-        return self.decisions.state(block, lambda c: c.grads_s, "resident", "streamed")
 
     def _saved(self, window: int, blocks: range, attribute: str) -> Expression:
         block = self._block(window)
@@ -124,9 +138,10 @@ class _TimeRows:
         for w in self.windows[:-1]:
             self.problem += self.tc[w + 1] >= self.tc[w] + self.comp[w]
             self.problem += self.tc[w] >= self.tx[w] + self.load[w]
-        updates = [self.decisions.state(i, lambda c: c.gpu_update_s, "gpu") for i in range(self.num_blocks)]
-        ends = self.decisions.ends_on(lambda c: c.gpu_update_s, gpu=True, embed=True, head=True)
-        self.problem += self.period >= self._compute_end(self.num_windows - 1) + pulp.lpSum(updates) + ends
+        end = self._compute_end(self.num_windows - 1)
+        if self.waits_for_norm:
+            end += pulp.lpSum(self._of_gradient(w, lambda c: c.gpu_update_s, gpu=True) for w in self.windows)
+        self.problem += self.period >= end
 
     def _compute_end(self, window: int) -> Expression:
         return self.tc[window] + self.comp[window]
@@ -241,3 +256,26 @@ class _TimeRows:
             self.problem += self.tx[w] + self.period >= self.te + updated
             before = updated
         self.problem += self.period >= before
+
+    def _early_update_rows(self) -> None:
+        """Updates follow their gradients in the order of the backward; the next step's upload waits for its own."""
+        before, total = _ZERO, _ZERO
+        for w in range(self.head, self.num_windows):
+            own = self._of_gradient(w, lambda c: c.cpu_update_s, gpu=False)
+            updated = self.problem.add_variable(f"cc_{w}", 0)
+            self.problem += updated >= before + own
+            self.problem += updated >= self.ty[w] + self.grads[w] + own
+            # A stage that the GPU updates waits for none of this.
+            free = self._longest_step_s() * self._of_gradient(w, lambda c: 1.0, gpu=True)
+            self.problem += self.tx[self.num_windows - 1 - w] + self.period >= updated - free
+            before, total = updated, total + own
+        self.problem += self.period >= total
+
+    def _longest_step_s(self) -> float:
+        """Longer than any sensible step: twice everything one after the other."""
+        instance = self.instance
+        stages = [instance.embed, instance.head, *instance.blocks]
+        total_s = sum(2 * c.load_s + c.grads_s + c.norm_s + c.cpu_update_s + c.gpu_update_s for c in stages)
+        for options in instance.saves:
+            total_s += self.m * max(o.forward_s + o.backward_s + o.save_s + o.fetch_s for o in options)
+        return 2 * (total_s + self.m * instance.embed_forward_s + instance.head_s + instance.embed_backward_s)

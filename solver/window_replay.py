@@ -146,7 +146,10 @@ class _Steps:
         num = len(batch.vocabulary)
         self._durations(replay, batch)
         zero: Floats = np.zeros(num)
-        self.compute_s = self.h2d_s = self.d2h_s = self.scale_s = zero
+        self.compute_s = self.h2d_s = self.d2h_s = self.cpu_s = zero
+        self.waits_for_norm = replay.instance.update.waits_for_norm
+        self.done = self.updated
+        """Per forward window, when the stage's last update had ended."""
         self.weight_slots: list[Floats] = [zero] * self.slots
         self.fetch_slots: list[Floats] = [zero] * self.slots
         self.save_slots: list[Floats] = [zero] * (self.lag + 1)
@@ -170,10 +173,11 @@ class _Steps:
         self.embed_grads, self.head_grads = replay.ends("grads_s", batch, gpu=False)
         embed_update, head_update = replay.ends("cpu_update_s", batch, gpu=False)
         updates = self.on_host * replay.stage_row("cpu_update_s")[:, None]
-        self.updated = embed_update + np.cumsum(updates, axis=0)  # until block i's update has ended
-        self.embed_updated, self.head_updated = embed_update, self.updated[-1] + head_update
-        gpu_updates = (~self.on_host * replay.stage_row("gpu_update_s")[:, None]).sum(0)
-        self.gpu_updates = gpu_updates + sum(replay.ends("gpu_update_s", batch, gpu=True))
+        self.cpu_updates: list[Floats] = [embed_update, *updates, head_update]
+        self.updated: list[Floats] = list(np.cumsum(self.cpu_updates, axis=0))  # in forward order, until each has ended
+        embed_update, head_update = replay.ends("gpu_update_s", batch, gpu=True)
+        updates = ~self.on_host * replay.stage_row("gpu_update_s")[:, None]
+        self.gpu_updates: list[Floats] = [embed_update, *updates, head_update]
         after = np.cumsum(self.streamed[::-1], axis=0)[::-1] - self.streamed
         self.reload: Bools = self.streamed & (after >= self.slots)  # the others still lie in their slots
 
@@ -185,25 +189,35 @@ class _Steps:
 
     def _step(self) -> Floats:
         instance = self.replay.instance
-        released = self.scale_s
-        self._upload(self.embed_load, released + self.embed_updated)
+        done, self.done = self.done, list(self.done)
+        self._upload(self.embed_load, done[0])
         self.compute_s = self._ready() + self.m * instance.embed_forward_s
         self.save_first: list[Floats] = []
         self.save_last: list[Floats] = []
         for i in range(self.num_blocks):
-            self._upload(self.load[i], released + self.updated[i], gated=self.streamed[i])
+            self._upload(self.load[i], done[i + 1], gated=self.streamed[i])
             self._forward(i)
-        self._upload(self.head_load, released + self.head_updated)
+        self._upload(self.head_load, done[-1])
         self.compute_s = self._ready() + instance.head_s
         self.d2h_s = np.maximum(self.d2h_s, self.compute_s) + self.head_grads
+        self._update_early(self.num_blocks + 1)
         rest: Floats = np.zeros_like(self.compute_s)
         for i in reversed(range(self.num_blocks)):
             rest = self._backward(i, rest)
         self.compute_s = self.compute_s + instance.embed_backward_s
         self.d2h_s = np.maximum(self.d2h_s, self.compute_s) + self.embed_grads
-        self.scale_s = self.d2h_s
-        self.compute_s = self.compute_s + self.gpu_updates
+        self._update_early(0)
+        if self.waits_for_norm:
+            self.done = [self.d2h_s + updated for updated in self.updated]
+            self.compute_s = self.compute_s + sum(self.gpu_updates)
         return self.compute_s
+
+    def _update_early(self, window: int) -> None:
+        """Update the stage of a forward window now that its gradient has arrived, unless updates wait for the norm."""
+        if not self.waits_for_norm:
+            self.compute_s = self.compute_s + self.gpu_updates[window]
+            self.cpu_s = np.maximum(self.cpu_s, self.d2h_s) + self.cpu_updates[window]
+            self.done[window] = self.cpu_s
 
     def _ready(self) -> Floats:
         return np.maximum(self.compute_s, self.loaded_s)
@@ -266,6 +280,7 @@ class _Steps:
         sent = np.maximum(self.d2h_s, self.compute_s) + self.grads[i]
         self.d2h_s = np.where(self.on_host[i], sent, self.d2h_s)
         self._push(self.grad_slots, self.on_host[i], [sent])
+        self._update_early(i + 1)
         still_s: Floats = left_s * moves
         return still_s
 

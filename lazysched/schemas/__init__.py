@@ -2,12 +2,21 @@
 
 from lazysched.schemas.base import BYTES_PER_ELEMENT, Document, Dtype, Engine, Phase, Schema, Tier
 from lazysched.schemas.model import Stage
-from lazysched.schemas.plan import Plan, Prediction, SolverReport, StagePlan, Update, variant_key
+from lazysched.schemas.plan import (
+    FP32_STATE_ELEMENTS,
+    Plan,
+    Prediction,
+    SolverReport,
+    StagePlan,
+    StateFormat,
+    Update,
+    variant_key,
+)
 from lazysched.schemas.profile import Curve, Profile, Rate, SaveVariant, Timing
 from lazysched.schemas.program import Buffer, Op, OpKind, Program
 
 __all__ = [
-    "BYTES_PER_ELEMENT", "Buffer", "Curve", "Document", "Dtype", "Engine", "Op", "OpKind", "Phase", "Plan",
-    "Prediction", "Profile", "Program", "Rate", "SaveVariant", "Schema", "SolverReport", "Stage", "StagePlan",
-    "Tier", "Timing", "Update", "variant_key",
+    "BYTES_PER_ELEMENT", "FP32_STATE_ELEMENTS", "Buffer", "Curve", "Document", "Dtype", "Engine", "Op", "OpKind",
+    "Phase", "Plan", "Prediction", "Profile", "Program", "Rate", "SaveVariant", "Schema", "SolverReport", "Stage",
+    "StagePlan", "StateFormat", "Tier", "Timing", "Update", "variant_key",
 ]  # fmt: skip

@@ -9,6 +9,11 @@ from pydantic import Field, model_validator
 from lazysched.schemas.base import Document, Dtype, Engine, Schema, Tier
 from lazysched.schemas.profile import SaveVariant
 
+StateFormat = Literal["fp32", "hybrid8"]
+"""Format of optimizer state: the exact reference, or 8-bit moments with fp32 ones for small tensors."""
+FP32_STATE_ELEMENTS = 4096
+"""By default tensors with at most so many elements keep fp32 state in format ``hybrid8``."""
+
 
 class StagePlan(Schema):
     """Decisions for one stage."""
@@ -17,7 +22,7 @@ class StagePlan(Schema):
     """``gpu`` is resident; otherwise they are streamed from that tier for each pass."""
     state: Tier
     """Where the optimizer state lives; its tier fixes the processor that updates."""
-    state_format: Literal["fp32", "hybrid8"] = "fp32"
+    state_format: StateFormat = "fp32"
     save: str = "all"
     """Name of a save variant of the stage's structure."""
     saved_tiers: dict[str, Tier] = Field(default_factory=dict)
@@ -34,6 +39,20 @@ class Update(Schema):
     mode: Literal["exact", "selective"] = "exact"
     clip_norm: float | None = Field(default=1.0, gt=0)
     """Global gradient norm to clip to; null gives clipping up."""
+    check_finite: bool = True
+    """Whether a step whose gradient is not finite changes nothing; false, which needs a null ``clip_norm``, lets each
+    stage be updated as soon as its gradient is there."""
+
+    @property
+    def waits_for_norm(self) -> bool:
+        """Whether no update starts before the global gradient norm is known."""
+        return self.clip_norm is not None or self.check_finite
+
+    @model_validator(mode="after")
+    def _clipping_needs_the_norm(self) -> Update:
+        if self.clip_norm is not None and not self.check_finite:
+            raise ValueError("check_finite false needs clip_norm null: clipping waits for the gradient norm anyway")
+        return self
 
 
 class Prediction(Schema):
@@ -89,6 +108,8 @@ class Plan(Document):
     d2h_lag: int = Field(default=1, ge=0)
     """How many copies to the host may still run when compute goes on."""
     update: Update = Update()
+    fp32_state_elements: int = Field(default=FP32_STATE_ELEMENTS, ge=0)
+    """In state format ``hybrid8``, tensors with at most so many elements, and one-dimensional ones, keep fp32 state."""
     stages: dict[str, StagePlan]
     """Stage id -> decisions."""
     variants: dict[str, SaveVariant]

@@ -174,9 +174,10 @@ class Profile(Document):
             for timing in (variant.forward, variant.backward)
             if timing.median_s is not None
         ]
+        rates = [rate for by_format in self.update.values() for rate in by_format.values()]
         noisy = sum(timing.spread_s > NOISY_SPREAD * timing.seconds for timing in timings)
-        noisy += sum(rate.spread > NOISY_SPREAD for rates in self.update.values() for rate in rates.values())
+        noisy += sum(rate.spread > NOISY_SPREAD for rate in rates)
         if not noisy:
             return []
-        count = f"{noisy} of {len(timings) + len(self.update)} figures vary by more than {100 * NOISY_SPREAD:.0f} %"
+        count = f"{noisy} of {len(timings) + len(rates)} figures vary by more than {100 * NOISY_SPREAD:.0f} %"
         return [f"{count} between repeats; predictions will be off, profile again when the machine is quiet"]

@@ -10,7 +10,7 @@ import networkx as nx
 from lazysched.schemas.base import Document, Engine, Phase, Schema, Tier
 
 OpKind = Literal[
-    "copy", "forward", "recompute", "backward", "loss", "norm", "scale", "accumulate", "select",
+    "copy", "forward", "recompute", "backward", "loss", "norm", "totals", "scale", "accumulate", "select",
     "update", "read", "write", "collective",
 ]  # fmt: skip
 

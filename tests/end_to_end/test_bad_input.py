@@ -180,13 +180,36 @@ def test_batch_size_that_no_micro_batch_divides(files: Files, capsys: pytest.Cap
     assert not files.plan.exists()
 
 
+def test_a_profile_without_a_rate_of_the_format(files: Files, capsys: pytest.CaptureFixture[str]) -> None:
+    edit(files.profile, lambda profile: profile["update"]["cpu"].pop("hybrid8"))
+    command = ["solve", str(files.profile), "--batch-size", "4", "-o", str(files.plan)]
+    assert main(command) == 2
+    assert "profile: update.cpu.hybrid8: not measured (missing); profile again" in one_line(capsys)
+    assert main([*command, "--optimizer-state", "fp32"]) == 0
+    assert {choice["state_format"] for choice in json.loads(files.plan.read_text())["stages"].values()} == {"fp32"}
+    assert train(files) == 0
+
+
+def test_clipping_with_a_plan_that_updates_before_the_norm_is_known(
+    files: Files, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["solve", str(files.profile), "--batch-size", "4", "-o", str(files.plan), "--no-finite-check"]
+    assert main(command) == 2
+    assert "--max-grad-norm 0 --no-finite-check" in one_line(capsys)
+    assert main([*command, "--max-grad-norm", "0"]) == 0
+    assert train(files, "--max-grad-norm", "1") == 2
+    assert "max_grad_norm: 1.0: this plan updates before the gradient norm is known" in one_line(capsys)
+    assert not files.output.exists()
+    assert train(files) == 0
+
+
 def test_weights_that_are_not_finite_stop_the_run(files: Files, capsys: pytest.CaptureFixture[str]) -> None:
     path = files.model / "model.safetensors"
     tensors = load_file(path)
     tensors["model.norm.weight"] = torch.full_like(tensors["model.norm.weight"], float("nan"))
     save_file(tensors, path, metadata={"format": "pt"})
     assert train(files) == 1
-    assert "3 steps in a row" in one_line(capsys)
+    assert "3 steps in a row, last in head" in one_line(capsys)
     assert not files.output.exists()
 
 
@@ -219,6 +242,7 @@ def test_folders_of_other_people_beside_the_output_stay(files: Files) -> None:
         (["--adam-beta1", "1"], "adam_beta1"),
         (["--weight-decay", "inf"], "weight_decay"),
         (["--learning-rate", "nan"], "learning-rate"),
+        (["--adam-epsilon", "1e-31"], "adam_epsilon"),
         (["--warmup-ratio", "1.5"], "warmup-ratio"),
         (["--num-train-epochs", "0", "--max-steps", "1"], "num_train_epochs"),
     ],

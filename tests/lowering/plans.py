@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from hypothesis import strategies as st
 
-from lazysched.schemas import Plan, SaveVariant, Stage, StagePlan, Timing, Update, variant_key
+from lazysched.schemas import Plan, SaveVariant, Stage, StagePlan, StateFormat, Timing, Update, variant_key
 
 NOT_TIMED = Timing(median_s=None, reason="synthetic")
 
@@ -31,15 +31,19 @@ def end_variants(structure: str) -> dict[str, SaveVariant]:
 
 
 @st.composite
-def stage_choices(draw: st.DrawFn, is_block: bool) -> StagePlan:
+def stage_choices(draw: st.DrawFn, is_block: bool, formats: Sequence[StateFormat]) -> StagePlan:
     state = draw(st.sampled_from(["host", "gpu"]))
     weights = "gpu" if state == "gpu" else draw(st.sampled_from(["host", "gpu"]))
+    state_format = draw(st.sampled_from(formats))
     if not is_block:
-        return StagePlan(weights=weights, state=state)
+        return StagePlan(weights=weights, state=state, state_format=state_format)
     save = draw(st.sampled_from(["all", "input"]))
     tier = st.sampled_from(["host", "gpu"])
     saved_tiers = {"intermediates": draw(tier)} if save == "all" else {}
-    return StagePlan(weights=weights, state=state, save=save, saved_tiers=saved_tiers, input_tier=draw(tier))
+    return StagePlan(
+        weights=weights, state=state, state_format=state_format, save=save, saved_tiers=saved_tiers,
+        input_tier=draw(tier),
+    )  # fmt: skip
 
 
 @st.composite
@@ -54,15 +58,19 @@ def plans(
     compute_dtype: str = "float32",
     clip_norm: float | None = 1.0,
     loss_chunk_tokens: int = 16,
+    formats: Sequence[StateFormat] = ("fp32", "hybrid8"),
+    fp32_state_elements: int = 1000,
 ) -> Plan:
-    """A valid plan whose placement decisions are random."""
+    """A valid plan whose placement decisions are random, as is the check for finite gradients where nothing clips."""
+    check_finite = True if clip_norm is not None else draw(st.booleans())
     return Plan.model_validate(
         {
             "model_id": "tiny", "hardware_id": "any", "compute_dtype": compute_dtype,
             "batch_size": micro_batch * accumulation, "seq_len": seq_len, "micro_batch": micro_batch,
             "accumulation": accumulation, "loss_chunk_tokens": loss_chunk_tokens,
             "prefetch_depth": draw(st.integers(1, 3)), "d2h_lag": draw(st.integers(0, 2)),
-            "update": Update(clip_norm=clip_norm), "variants": variants, "budget_bytes": {},
-            "stages": {stage.id: draw(stage_choices(stage.is_block)) for stage in stages},
+            "update": Update(clip_norm=clip_norm, check_finite=check_finite), "variants": variants, "budget_bytes": {},
+            "stages": {stage.id: draw(stage_choices(stage.is_block, formats)) for stage in stages},
+            "fp32_state_elements": fp32_state_elements,
         }
     )  # fmt: skip

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from lazysched.errors import UsageError
 from lazysched.lower import lower
-from lazysched.schemas import Plan, Program, Stage, StagePlan
+from lazysched.optimizer_state import hybrid8_layout
+from lazysched.schemas import Plan, Program, Stage, StagePlan, Update
 from tests.lowering.plans import end_variants, plans, variants_for
 
 
@@ -31,7 +32,12 @@ VARIANTS = variants_for("B", 100, 400) | end_variants("E") | end_variants("H")
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[Plan, list[Stage]]:
     stages = model(draw(st.integers(1, 6)), draw(st.booleans()))
-    plan = draw(plans(stages, VARIANTS, micro_batch=2, accumulation=draw(st.integers(1, 3)), seq_len=8))
+    plan = draw(
+        plans(
+            stages, VARIANTS, micro_batch=2, accumulation=draw(st.integers(1, 3)), seq_len=8,
+            clip_norm=draw(st.sampled_from([1.0, None])), fp32_state_elements=draw(st.sampled_from([0, 64])),
+        )
+    )  # fmt: skip
     return plan, stages
 
 
@@ -100,6 +106,79 @@ def test_weights_are_in_place_whenever_a_block_runs(case: tuple[Plan, list[Stage
             assert held[weights] == op.stage
 
 
+def waits_for(program: Program, op: str) -> set[str]:
+    """Operations of the same step that must end before ``op`` starts: by edges, and by the order of engines."""
+    order, last = program.graph.copy(), dict[str, str]()
+    for each in program.ops.values():
+        if each.engine in last:
+            order.add_edge(last[each.engine], each.id)
+        last[each.engine] = each.id
+    return nx.ancestors(order, op)
+
+
+@settings(max_examples=40, deadline=None)
+@given(cases())
+def test_updates_wait_for_the_norm_unless_check_and_clipping_are_given_up(case: tuple[Plan, list[Stage]]) -> None:
+    plan, stages = case
+    program = lower(plan, stages)
+    for stage in stages:
+        before = waits_for(program, f"update/{stage.id}")
+        assert "scale" in before
+        assert f"{'loss' if stage.id == 'head' else 'backward'}/{stage.id}/{plan.accumulation - 1}" in before
+        if plan.update.waits_for_norm:
+            assert "totals" in before
+            assert {f"norm/{other.id}" for other in stages} <= before
+        else:
+            assert "totals" not in before
+            # Gradients come in the order of the backward; those still to come are not waited for.
+            later = stages[: stages.index(stage)]
+            assert not {f"norm/{other.id}" for other in later} & before
+    assert "totals" in waits_for(program, "totals/copy")
+
+
+def test_a_tied_embedding_is_updated_when_both_sums_are_in() -> None:
+    stages = model(2, tied=True)
+    choice = StagePlan(weights="gpu", state="gpu", save="input")
+    plan = Plan(
+        model_id="m", hardware_id="h", compute_dtype="float32", batch_size=2, seq_len=8, micro_batch=2, accumulation=1,
+        loss_chunk_tokens=8, variants=VARIANTS, budget_bytes={}, update=Update(clip_norm=None, check_finite=False),
+        stages={s.id: choice if s.is_block else choice.model_copy(update={"save": "all"}) for s in stages},
+    )  # fmt: skip
+    order = [op for op in lower(plan, stages).ops if op.startswith(("update", "accumulate", "totals"))]
+    assert order == [
+        "update/head", "update/block.1", "update/block.0", "accumulate/embed", "update/embed", "totals", "totals/copy",
+    ]  # fmt: skip
+
+
+@settings(max_examples=40, deadline=None)
+@given(cases())
+def test_state_buffers_have_the_size_of_their_format(case: tuple[Plan, list[Stage]]) -> None:
+    plan, stages = case
+    buffers = lower(plan, stages).buffers
+    for stage in stages:
+        choice, elements = plan.stages[stage.id], stage.weight_bytes // 4
+        # With fp32 weights there is no master: two fp32 moments, or what the 8-bit layout takes.
+        expected = hybrid8_layout(stage, 4, plan.fp32_state_elements)[1]
+        expected = 8 * elements if choice.state_format == "fp32" else expected
+        assert buffers[f"{choice.state}/state/{stage.id}"].num_bytes == expected
+
+
+def test_only_fp32_updates_on_the_gpu_need_memory_of_their_own() -> None:
+    stages = model(2, tied=False)
+    for state_format, on_gpu_bytes in (("fp32", 512), ("hybrid8", 0)):
+        choice = StagePlan(weights="gpu", state="gpu", state_format=state_format, save="input")
+        end = choice.model_copy(update={"save": "all"})
+        plan = Plan(
+            model_id="m", hardware_id="h", compute_dtype="float32", batch_size=2, seq_len=8, micro_batch=2,
+            accumulation=1, loss_chunk_tokens=8, variants=VARIANTS, budget_bytes={},
+            stages={s.id: choice if s.is_block else end for s in stages}
+            | {"block.1": choice.model_copy(update={"state": "host"})},
+        )  # fmt: skip
+        ops = lower(plan, stages).ops
+        assert ops["update/block.0"].working_bytes == on_gpu_bytes
+        assert ops["update/block.1"].working_bytes == 0
+
+
 def test_blocks_at_the_turn_are_not_uploaded_again() -> None:
     stages = model(6, tied=True)
     choice = StagePlan(weights="host", state="host", save="input")
@@ -121,7 +200,6 @@ def test_blocks_at_the_turn_are_not_uploaded_again() -> None:
     ("stage", "change", "message"),
     [
         ("block.0", {"weights": "nvme"}, "stages.block.0.weights: nvme is not executable"),
-        ("block.0", {"state_format": "hybrid8"}, "state_format: 'hybrid8' is not executable"),
         ("block.0", {"segment": 2}, "segment: 2 is not executable"),
         ("block.0", {"save": "half"}, "variant 'B:half' is not in the plan's variants"),
         ("block.0", {"saved_tiers": {}}, "saved_tiers: names"),

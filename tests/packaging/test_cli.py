@@ -82,6 +82,7 @@ def refused(capsys: pytest.CaptureFixture[str], arguments: list[str], exit_code:
         (["solve", "profile.json", "--batch-size", "0", "-o", "p.json"], "--batch-size"),
         (["solve", "profile.json", "--batch-size", "2", "--nvme", "lots", "-o", "p.json"], "--nvme: 'lots'"),
         (["solve", "profile.json", "--batch-size", "2", "-o", "absent/p.json"], "folder absent does not exist"),
+        (["solve", "profile.json", "--batch-size", "2", "--optimizer-state", "int4", "-o", "p"], "--optimizer-state"),
         (["profile", "model", "-o", "."], "is a folder"),
         ([*TRAIN, "--plan", "absent.json"], "absent.json: no such file"),
         ([*TRAIN, "--plan", "plan.json", "--lr-scheduler-type", "step"], "--lr-scheduler-type"),
@@ -137,7 +138,8 @@ def test_solve_passes_bytes_and_writes_the_plan(in_tmp: Path, monkeypatch: pytes
     assert find_plan.positional == (PROFILE,)
     assert find_plan == {
         "batch_size": 2, "gpu_memory_bytes": 24 * 10**9, "host_memory_bytes": None, "nvme_bytes": 0,
-        "max_grad_norm": 1.0, "time_limit_s": 30.0, "gap": 0.01, "seed": 0,
+        "max_grad_norm": 1.0, "check_finite": True, "optimizer_state": "hybrid8", "time_limit_s": 30.0, "gap": 0.01,
+        "seed": 0,
     }  # fmt: skip
     assert show.positional[:2] == (Solution, PROFILE)
     assert Plan.load("new.json") == PLAN
@@ -149,6 +151,15 @@ def test_norm_zero_gives_clipping_up(in_tmp: Path, monkeypatch: pytest.MonkeyPat
     replace_module(monkeypatch, "lazysched.solver.report", print_solution=Calls())
     assert main(["solve", "profile.json", "--batch-size", "2", "--max-grad-norm", "0", "-o", "new.json"]) == 0
     assert find_plan["max_grad_norm"] is None
+
+
+def test_solve_passes_format_and_check(in_tmp: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    find_plan = Calls(Solution)
+    replace_module(monkeypatch, "lazysched.solver", solve=find_plan)
+    replace_module(monkeypatch, "lazysched.solver.report", print_solution=Calls())
+    flags = ["--optimizer-state", "fp32", "--max-grad-norm", "0", "--no-finite-check"]
+    assert main(["solve", "profile.json", "--batch-size", "2", *flags, "-o", "new.json"]) == 0
+    assert (find_plan["optimizer_state"], find_plan["check_finite"]) == ("fp32", False)
 
 
 def test_profile_passes_every_micro_batch_and_writes(in_tmp: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,7 +177,12 @@ def test_profile_passes_every_micro_batch_and_writes(in_tmp: Path, monkeypatch: 
 
 def test_train_passes_the_plan_and_its_flags(in_tmp: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     result = SimpleNamespace(
-        measured_step_s=None, predicted_step_s=1.5, peak_bytes={}, held_out_loss_before=None, output_dir="out"
+        measured_step_s=None,
+        predicted_step_s=1.5,
+        num_skipped=0,
+        peak_bytes={},
+        held_out_loss_before=None,
+        output_dir="out",
     )
     run = Calls(result)
     replace_module(monkeypatch, "lazysched.runtime.train", train=run)

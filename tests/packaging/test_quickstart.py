@@ -61,7 +61,7 @@ def test_the_model_is_the_packaged_file(smollm2_gguf: Path) -> None:
 
 def test_the_steps_feed_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     result = SimpleNamespace(
-        measured_step_s=2.0, predicted_step_s=1.5, peak_bytes={"gpu": 3 * 10**9, "host": 5 * 10**9},
+        measured_step_s=2.0, predicted_step_s=1.5, num_skipped=3, peak_bytes={"gpu": 3 * 10**9, "host": 5 * 10**9},
         predicted_peak_bytes={"gpu": 2 * 10**9}, held_out_loss_before=1.25, held_out_loss_after=0.75,
         output_dir="out/model",
     )  # fmt: skip
@@ -79,5 +79,5 @@ def test_the_steps_feed_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert Path(run["eval_data"]).is_file()
     assert (tmp_path / "profile.json").is_file()
     assert (tmp_path / "plan.json").is_file()
-    for shown in ("1.5 s", "2 s", "2 GB", "3 GB", "5 GB", "1.2500", "0.7500"):
+    for shown in ("3, gradient not finite", "1.5 s", "2 s", "2 GB", "3 GB", "5 GB", "1.2500", "0.7500"):
         assert shown in text.getvalue()

@@ -128,7 +128,8 @@ def test_links_rates_and_memory(tiny_profile: Profile) -> None:
         assert tiny_profile.links[name].reason == "engines run in line on a CPU: copies never overlap"
     for name in ("nvme_read", "nvme_write"):
         assert tiny_profile.links[name].reason == "no --storage folder given"
-    assert tiny_profile.update["cpu"]["fp32"].repeats == tiny_profile.update["gpu"]["fp32"].repeats == 2
+    rates = [rate for by_format in tiny_profile.update.values() for rate in by_format.values()]
+    assert [rate.repeats for rate in rates] == [2] * 4
     free = tiny_profile.free_bytes
     assert free["gpu"] == free["host"]
     assert free["nvme"] is None

@@ -7,6 +7,8 @@ import torch.nn.functional as F
 from transformers import PreTrainedModel
 
 from lazysched.runtime.batch import Batch
+from lazysched.runtime.hybrid8 import BlockState, Fp32State, coefficients, num_blocks, stream_of
+from lazysched.runtime.hybrid8_backends import prepare
 
 
 class ReferenceLoop:
@@ -68,3 +70,43 @@ class ReferenceLoop:
         logits = self.model.get_output_embeddings()(hidden)
         cap = getattr(self.model.config, "final_logit_softcapping", None)
         return torch.tanh(logits / cap) * cap if cap else logits
+
+
+class Hybrid8Loop(ReferenceLoop):
+    """The same with 8-bit moments: every parameter by itself, clipped by a factor inside the update."""
+
+    def __init__(
+        self, model: PreTrainedModel, *, micro_batch: int, chunk_tokens: int, max_grad_norm: float | None,
+        weight_decay: float, fp32_elements: int, seed: int,
+    ) -> None:  # fmt: skip
+        super().__init__(
+            model, micro_batch=micro_batch, chunk_tokens=chunk_tokens, max_grad_norm=max_grad_norm,
+            weight_decay=weight_decay,
+        )  # fmt: skip
+        self.weight_decay, self.num_updates = weight_decay, 0
+        self.states = [_state_of(name, p, fp32_elements, seed) for name, p in model.named_parameters()]
+        self.updates = [prepare([state]) for state in self.states]
+
+    def step(self, batch: Batch, learning_rate: float) -> tuple[float, float]:
+        loss = self.gradients(batch)
+        norm = torch.nn.utils.get_total_norm([p.grad for p in self.params])
+        limit = self.max_grad_norm if self.max_grad_norm is not None else float("inf")
+        self.num_updates += 1
+        vector = coefficients(
+            torch.clamp(limit / (norm + 1e-6), max=1.0), torch.tensor(0.0), torch.tensor(float(self.num_updates)),
+            learning_rate=learning_rate, beta1=0.9, beta2=0.999, epsilon=1e-8, weight_decay=self.weight_decay,
+        )  # fmt: skip
+        for param, state, update in zip(self.params, self.states, self.updates, strict=True):
+            assert param.grad is not None
+            state.grad.copy_(param.grad.view(-1))
+            update.update(vector)
+        return loss, float(norm)
+
+
+def _state_of(name: str, param: torch.nn.Parameter, fp32_elements: int, seed: int) -> BlockState | Fp32State:
+    weight, grad = param.detach().view(-1), torch.zeros(param.numel())
+    if param.ndim < 2 or param.numel() <= fp32_elements:
+        return Fp32State(weight, grad, None, torch.zeros_like(grad), torch.zeros_like(grad), decays=param.ndim > 1)
+    scales = torch.zeros(2, num_blocks(param.numel()))
+    first, second = torch.zeros(param.numel(), dtype=torch.int8), torch.zeros(param.numel(), dtype=torch.uint8)
+    return BlockState(weight, grad, None, first, second, scales[0], scales[1], stream_of(seed, name), decays=True)

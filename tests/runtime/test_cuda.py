@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from lazysched.runtime.model import Model
 from lazysched.runtime.session import Session
 from lazysched.runtime.stage_updates import AdamWSettings
-from lazysched.schemas import Plan, SaveVariant, StagePlan
+from lazysched.schemas import Plan, SaveVariant, StagePlan, StateFormat
 from tests.lowering.plans import plans
 from tests.runtime.tiny import llama, uneven_batch, variants_of
 
@@ -69,24 +69,25 @@ def with_state(plan: Plan, tier: str) -> Plan:
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> tuple[Plan, bool]:
+def cases(draw: st.DrawFn, *formats: StateFormat) -> tuple[Plan, bool]:
     tied, accumulation = draw(st.booleans()), draw(st.sampled_from([1, 3]))
     model, variants = model_and_variants(tied)
     plan = draw(
         plans(
             model.stages, variants, micro_batch=MICRO_BATCH, accumulation=accumulation, seq_len=SEQ_LEN,
             compute_dtype="bfloat16", clip_norm=0.5, loss_chunk_tokens=CHUNK_TOKENS,
+            formats=formats, fp32_state_elements=4096,
         )
     )  # fmt: skip
     return plan.model_copy(update={"model_id": model.model_id}), tied
 
 
 @cache
-def resident(tied: bool, accumulation: int, tier: str) -> Outcome:
+def resident(tied: bool, accumulation: int, tier: str, state_format: StateFormat) -> Outcome:
     """Everything on the GPU and kept, the optimizer state in ``tier``."""
     model, variants = model_and_variants(tied)
-    block = StagePlan(weights="gpu", state=tier, saved_tiers={"intermediates": "gpu"})  # type: ignore[arg-type]
-    end = StagePlan(weights="gpu", state=tier)  # type: ignore[arg-type]
+    end = StagePlan(weights="gpu", state=tier, state_format=state_format)  # type: ignore[arg-type]
+    block = end.model_copy(update={"saved_tiers": {"intermediates": "gpu"}})
     plan = Plan(
         model_id=model.model_id, hardware_id="any", compute_dtype="bfloat16", batch_size=MICRO_BATCH * accumulation,
         seq_len=SEQ_LEN, micro_batch=MICRO_BATCH, accumulation=accumulation, loss_chunk_tokens=CHUNK_TOKENS,
@@ -96,18 +97,30 @@ def resident(tied: bool, accumulation: int, tier: str) -> Outcome:
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(cases(), st.sampled_from(["host", "gpu"]))
+@given(cases("fp32"), st.sampled_from(["host", "gpu"]))
 def test_placement_does_not_change_a_bit(case: tuple[Plan, bool], tier: str) -> None:
     plan, tied = case
-    numbers, weights = outcome(with_state(plan, tier), tied)
-    expected_numbers, expected = resident(tied, plan.accumulation, tier)
-    assert numbers == expected_numbers
-    for name, value in expected.items():
-        assert torch.equal(weights[name], value), name
+    assert_equal(outcome(with_state(plan, tier), tied), resident(tied, plan.accumulation, tier, "fp32"))
+
+
+def assert_equal(found: Outcome, expected: Outcome) -> None:
+    assert found[0] == expected[0]
+    for name, value in expected[1].items():
+        assert torch.equal(found[1][name], value), name
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(cases("hybrid8"))
+def test_mixed_processors_do_not_change_a_bit_with_8bit_state(case: tuple[Plan, bool]) -> None:
+    """The update does the same operations on both, with coefficients that were made once."""
+    plan, tied = case
+    found = outcome(plan, tied)
+    for tier in ("host", "gpu"):
+        assert_equal(found, resident(tied, plan.accumulation, tier, "hybrid8"))
 
 
 @settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(cases())
+@given(cases("fp32"))
 def test_mixed_processors_stay_within_their_rounding(case: tuple[Plan, bool]) -> None:
     """CPU and GPU kernels of AdamW round differently; each update moves a weight by about the learning rate.
 
@@ -116,7 +129,7 @@ def test_mixed_processors_stay_within_their_rounding(case: tuple[Plan, bool]) ->
     """
     plan, tied = case
     numbers, weights = outcome(plan, tied)
-    expected_numbers, expected = resident(tied, plan.accumulation, "host")
+    expected_numbers, expected = resident(tied, plan.accumulation, "host", "fp32")
     assert numbers[0] == expected_numbers[0]
     for name, value in expected.items():
         half_ulp = value.float().abs() * 2.0**-8

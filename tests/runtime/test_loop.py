@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Sequence
 
 import pytest
 import torch
 from transformers import get_scheduler
 
-from lazysched.errors import RunError
+from lazysched.errors import RunError, UsageError
+from lazysched.optimizer_state import NUM_COEFFICIENTS
+from lazysched.runtime import operations
 from lazysched.runtime.batch import Batch
-from lazysched.runtime.loop import StepRow, TrainingLoop, mean_loss
+from lazysched.runtime.blocks import add_gradients
+from lazysched.runtime.executor import StepResult
+from lazysched.runtime.hybrid8 import Coefficients
+from lazysched.runtime.loop import History, StepRow, TrainingLoop, mean_loss
 from lazysched.runtime.model import Model
 from lazysched.runtime.schedule import LearningRateSchedule, SchedulerType
 from lazysched.runtime.session import Session
 from lazysched.runtime.stage_updates import AdamWSettings
-from lazysched.schemas import Plan, StagePlan
+from lazysched.schemas import Dtype, Plan, StagePlan, StateFormat, Update
 from tests.runtime.tiny import CPU, SEQ_LEN, llama, uneven_batch, variants_of
 
 
@@ -34,23 +41,47 @@ def test_learning_rates_are_those_of_transformers(kind: SchedulerType, warmup_ra
         theirs.step()
 
 
-@pytest.fixture
-def session() -> Session:
-    config = llama(tied=True)
-    model = Model(config, "float32", CPU, micro_batch=2, seq_len=SEQ_LEN)
-    choice = StagePlan(weights="host", state="host", save="input")
-    plan = Plan(
-        model_id=model.model_id, hardware_id="any", compute_dtype="float32", batch_size=2, seq_len=SEQ_LEN,
+STORED = ("weights", "state")
+EARLY = Update(clip_norm=None, check_finite=False)
+
+
+def plan_for(
+    model: Model, compute_dtype: Dtype = "float32", state_format: StateFormat = "hybrid8", update: Update | None = None
+) -> Plan:
+    """Everything on the host, every block recomputed; matrices above 1000 elements have 8-bit state."""
+    end = StagePlan(weights="host", state="host", state_format=state_format)
+    return Plan(
+        model_id=model.model_id, hardware_id="any", compute_dtype=compute_dtype, batch_size=2, seq_len=SEQ_LEN,
         micro_batch=2, accumulation=1, loss_chunk_tokens=16, variants=variants_of(model, 2, SEQ_LEN), budget_bytes={},
-        stages={s.id: choice if s.is_block else StagePlan(weights="host", state="host") for s in model.stages},
+        stages={s.id: end.model_copy(update={"save": "input"}) if s.is_block else end for s in model.stages},
+        fp32_state_elements=1000, update=update or Update(),
     )  # fmt: skip
-    made = Session(plan, config, CPU, settings=AdamWSettings(), max_grad_norm=1.0, host_limit_bytes=10**9)
+
+
+def make_session(
+    state_format: StateFormat = "hybrid8", update: Update | None = None, max_grad_norm: float | None = 1.0,
+    compute_dtype: Dtype = "float32", settings: AdamWSettings = AdamWSettings(),  # noqa: B008
+) -> Session:  # fmt: skip
+    config = llama(tied=True)
+    model = Model(config, compute_dtype, CPU, micro_batch=2, seq_len=SEQ_LEN)
+    plan = plan_for(model, compute_dtype, state_format, update)
+    made = Session(plan, config, CPU, settings=settings, max_grad_norm=max_grad_norm, host_limit_bytes=10**9)
     made.initialise(seed=3)
     return made
 
 
+@pytest.fixture(params=["hybrid8", "fp32"])
+def session(request: pytest.FixtureRequest) -> Session:
+    return make_session(request.param)
+
+
 def batch(step: int) -> Batch:
     return uneven_batch(2, SEQ_LEN, 97, seed=step)
+
+
+def num_updates(session: Session) -> float:
+    """What the bias correction sees."""
+    return float(Coefficients(*session.buffers["gpu/scale"][:NUM_COEFFICIENTS]).step)
 
 
 def poison(session: Session) -> torch.Tensor:
@@ -61,20 +92,99 @@ def poison(session: Session) -> torch.Tensor:
     return value
 
 
+def stored_bytes(session: Session) -> list[bytes]:
+    """Weights and optimizer state of all stages, to the byte."""
+    buffers = (session.buffers[f"host/{kind}/{stage.id}"] for stage in session.model.stages for kind in STORED)
+    return [buffer.view(torch.uint8).numpy().tobytes() for buffer in buffers]
+
+
 def run(session: Session, num_steps: int, rows: list[StepRow]) -> None:
     schedule = LearningRateSchedule(1e-2, "constant", num_steps, 0.0)
     TrainingLoop(session.executor, batch, schedule, rows.append).run()
 
 
 def test_gradients_that_are_not_finite_change_nothing_and_stop_the_run(session: Session) -> None:
+    run(session, 1, [])  # so that there are moments which must not change
     poison(session)
-    before = {name: session.weight(name).clone() for name, _ in session.weight_names()}
+    before = stored_bytes(session)
     rows: list[StepRow] = []
-    with pytest.raises(RunError, match="3 steps in a row"):
+    # All stages from the one where the loss is taken, in the order of the backward.
+    named = "3 steps in a row, last in head, block.2, block.1, block.0, embed, with loss nan"
+    with pytest.raises(RunError, match=named):
         run(session, 10, rows)
     assert [row.skipped for row in rows] == [True] * 3
-    for name, value in before.items():
-        assert torch.equal(session.weight(name).nan_to_num(7.0), value.nan_to_num(7.0)), name
+    assert stored_bytes(session) == before
+
+
+def test_bf16_weights_and_24_bit_masters_do_not_change_in_a_skipped_step() -> None:
+    session = make_session(compute_dtype="bfloat16")
+    run(session, 1, [])
+    poison(session)
+    before = stored_bytes(session)
+    run(session, 2, [])
+    assert stored_bytes(session) == before
+
+
+def test_only_the_stages_whose_gradient_is_not_finite_are_named(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = itertools.count()
+
+    def second_block_fails(sums: list[torch.Tensor], grads: Sequence[torch.Tensor], first: bool) -> None:
+        add_gradients(sums, grads, first)
+        if next(calls) % 4 == 1:  # blocks 2, 1, 0, then the embedding
+            sums[0].view(-1)[0] = float("inf")
+
+    monkeypatch.setattr(operations, "add_gradients", second_block_fails)
+    with pytest.raises(RunError, match=r"norm was inf in 3 steps in a row, last in block\.1, with loss \d"):
+        run(session, 10, [])
+
+
+def test_where_only_the_sum_of_norms_overflows_the_largest_is_named() -> None:
+    norms = {"embed": (0, 1), "block.0": (1, 3), "head": (3, 4)}
+    finite = torch.tensor([1.0, float("inf"), 1.0, 1e30, 2e38, 3e38, 1e30])
+    assert StepResult(finite, None, 0.0, norms).stages_not_finite() == ["block.0"]
+
+
+def test_a_plan_that_gave_the_check_up_skips_nothing_but_stops_too() -> None:
+    session = make_session(update=EARLY, max_grad_norm=None)
+    poison(session)
+    rows: list[StepRow] = []
+    with pytest.raises(RunError, match=r"3 steps in a row, last in head, block\.2"):
+        run(session, 10, rows)
+    assert [row.skipped for row in rows] == [False] * 3
+    assert num_updates(session) >= 3.0
+
+
+def test_early_updates_are_those_that_wait() -> None:
+    """Without clipping the factor is 1 either way, so that only the order of the updates differs."""
+    waiting, early = (make_session(update=update, max_grad_norm=None) for update in (Update(clip_norm=None), EARLY))
+    rows: dict[str, list[StepRow]] = {"waiting": [], "early": []}
+    run(waiting, 4, rows["waiting"])
+    run(early, 4, rows["early"])
+    reported = [[(row.loss, row.grad_norm, row.skipped) for row in rows[kind]] for kind in rows]
+    assert reported[0] == reported[1]
+    assert stored_bytes(waiting) == stored_bytes(early)
+
+
+def test_clipping_is_refused_where_updates_do_not_wait_for_the_norm() -> None:
+    with pytest.raises(UsageError, match=r"max_grad_norm: 1\.0: this plan updates before the gradient norm is known"):
+        make_session(update=EARLY)
+
+
+def test_an_epsilon_that_8bit_state_cannot_have_is_refused() -> None:
+    with pytest.raises(UsageError, match="adam_epsilon: 1e-31 is too small for optimizer state hybrid8"):
+        make_session(settings=AdamWSettings(epsilon=1e-31))
+    make_session("fp32", settings=AdamWSettings(epsilon=1e-31))
+
+
+def test_the_seed_decides_the_rounding_of_8bit_state() -> None:
+    states = []
+    for seed in (0, 0, 1):
+        session = make_session(settings=AdamWSettings(seed=seed))
+        run(session, 2, [])
+        states.append(stored_bytes(session))
+    assert states[0] == states[1] != states[2]
 
 
 def test_a_run_goes_on_after_a_single_skipped_step_as_if_it_had_not_been(session: Session) -> None:
@@ -84,8 +194,9 @@ def test_a_run_goes_on_after_a_single_skipped_step_as_if_it_had_not_been(session
     weight.view(-1)[0] = 0.5
     run(session, 2, rows)
     assert [row.skipped for row in rows] == [True, False, False]
+    assert History(rows).num_skipped == 1
     # The number of updates, which the bias correction sees, does not count the skipped one.
-    assert float(session.buffers["gpu/scale"][4]) == 2.0
+    assert num_updates(session) == 2.0
 
 
 def test_loss_falls_and_the_rows_say_what_was_done(session: Session) -> None:
@@ -102,11 +213,11 @@ def test_an_evaluation_changes_nothing_that_follows(session: Session) -> None:
     """Not the weights, and not the number of updates that the bias correction sees."""
     before = {name: session.weight(name).clone() for name, _ in session.weight_names()}
     session.executor.step(batch(1), 1e-2)
-    updates = float(session.buffers["gpu/scale"][4])
+    updates = num_updates(session)
     after = {name: session.weight(name).clone() for name, _ in session.weight_names()}
     session.executor.evaluate(batch(2))
     session.executor.evaluate(batch(3))
-    assert float(session.buffers["gpu/scale"][4]) == updates
+    assert num_updates(session) == updates
     assert all(torch.equal(session.weight(name), value) for name, value in after.items())
     assert not all(torch.equal(before[name], value) for name, value in after.items())
 

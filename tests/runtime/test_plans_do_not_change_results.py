@@ -14,13 +14,15 @@ from lazysched.runtime.batch import Batch
 from lazysched.runtime.model import Model
 from lazysched.runtime.session import Session
 from lazysched.runtime.stage_updates import AdamWSettings
-from lazysched.schemas import Plan, SaveVariant
+from lazysched.schemas import Plan, SaveVariant, StateFormat
 from tests.lowering.plans import plans
-from tests.runtime.reference import ReferenceLoop
+from tests.runtime.reference import Hybrid8Loop, ReferenceLoop
 from tests.runtime.tiny import CPU, SEQ_LEN, llama, uneven_batch, variants_of
 
-MICRO_BATCH, CHUNK_TOKENS, STEPS, DECAY = 2, 12, 3, 0.1
+MICRO_BATCH, CHUNK_TOKENS, STEPS, DECAY, SEED = 2, 12, 3, 0.1, 5
 LEARNING_RATES = [1e-2, 5e-3, 1e-3]
+FP32_ELEMENTS = 1000
+"""Between the sizes of the tiny models' matrices, 512 and 1024: some have 8-bit state, some have not."""
 
 
 def reference_model(config: PretrainedConfig) -> PreTrainedModel:
@@ -34,11 +36,18 @@ def batches(accumulation: int, vocabulary: int) -> list[Batch]:
 
 
 @cache
-def expected(tied: bool, accumulation: int, clip_norm: float | None) -> tuple[list[tuple[float, float]], dict, dict]:
+def expected(
+    tied: bool, accumulation: int, clip_norm: float | None, state_format: StateFormat
+) -> tuple[list[tuple[float, float]], dict, dict]:
     config = llama(tied)
     model = reference_model(config)
-    loop = ReferenceLoop(
-        model, micro_batch=MICRO_BATCH, chunk_tokens=CHUNK_TOKENS, max_grad_norm=clip_norm, weight_decay=DECAY
+    common = {
+        "micro_batch": MICRO_BATCH, "chunk_tokens": CHUNK_TOKENS, "max_grad_norm": clip_norm, "weight_decay": DECAY,
+    }  # fmt: skip
+    loop = (
+        ReferenceLoop(model, **common)
+        if state_format == "fp32"
+        else Hybrid8Loop(model, **common, fp32_elements=FP32_ELEMENTS, seed=SEED)
     )
     data = batches(accumulation, config.vocab_size)
     numbers = [loop.step(batch, rate) for batch, rate in zip(data, LEARNING_RATES, strict=True)]
@@ -48,36 +57,36 @@ def expected(tied: bool, accumulation: int, clip_norm: float | None) -> tuple[li
 
 
 @cache
-def tiny_model(tied: bool) -> tuple[Model, dict[str, SaveVariant]]:
-    model = Model(llama(tied), "float32", CPU, micro_batch=MICRO_BATCH, seq_len=SEQ_LEN)
+def tiny_model(tied: bool, compute_dtype: str = "float32") -> tuple[Model, dict[str, SaveVariant]]:
+    model = Model(llama(tied), compute_dtype, CPU, micro_batch=MICRO_BATCH, seq_len=SEQ_LEN)  # type: ignore[arg-type]
     return model, variants_of(model, MICRO_BATCH, SEQ_LEN)
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> tuple[Plan, bool, float | None]:
+def cases(draw: st.DrawFn, *formats: StateFormat, compute_dtype: str = "float32") -> tuple[Plan, bool, float | None]:
     tied, accumulation = draw(st.booleans()), draw(st.sampled_from([1, 4]))
     clip_norm = draw(st.sampled_from([0.5, 100.0, None]))
-    model, variants = tiny_model(tied)
+    model, variants = tiny_model(tied, compute_dtype)
     plan = draw(
         plans(
             model.stages, variants, micro_batch=MICRO_BATCH, accumulation=accumulation, seq_len=SEQ_LEN,
-            clip_norm=clip_norm, loss_chunk_tokens=CHUNK_TOKENS,
+            compute_dtype=compute_dtype, clip_norm=clip_norm, loss_chunk_tokens=CHUNK_TOKENS, formats=formats,
+            fp32_state_elements=FP32_ELEMENTS,
         )
     )  # fmt: skip
     return plan.model_copy(update={"model_id": model.model_id}), tied, clip_norm
 
 
 def open_session(plan: Plan, config: PretrainedConfig, clip_norm: float | None) -> Session:
-    session = Session(
-        plan, config, CPU, settings=AdamWSettings(weight_decay=DECAY), max_grad_norm=clip_norm, host_limit_bytes=10**9
-    )
+    optimizer = AdamWSettings(weight_decay=DECAY, seed=SEED)
+    session = Session(plan, config, CPU, settings=optimizer, max_grad_norm=clip_norm, host_limit_bytes=10**9)
     source = dict(reference_model(config).named_parameters())
     session.load(lambda name, target: target.copy_(source[name].detach()))
     return session
 
 
-def check(plan: Plan, tied: bool, clip_norm: float | None) -> None:
-    numbers, weights, grads = expected(tied, plan.accumulation, clip_norm)
+def check(plan: Plan, tied: bool, clip_norm: float | None, state_format: StateFormat) -> None:
+    numbers, weights, grads = expected(tied, plan.accumulation, clip_norm, state_format)
     config = llama(tied)
     data = batches(plan.accumulation, config.vocab_size)
     with open_session(plan, config, clip_norm) as session:
@@ -94,13 +103,59 @@ def check(plan: Plan, tied: bool, clip_norm: float | None) -> None:
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(cases())
+@given(cases("fp32"))
 def test_random_plans(case: tuple[Plan, bool, float | None]) -> None:
-    check(*case)
+    check(*case, "fp32")
 
 
 @pytest.mark.slow
 @settings(max_examples=600, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(cases())
+@given(cases("fp32"))
 def test_many_random_plans(case: tuple[Plan, bool, float | None]) -> None:
-    check(*case)
+    check(*case, "fp32")
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(cases("hybrid8"))
+def test_random_plans_with_8bit_state(case: tuple[Plan, bool, float | None]) -> None:
+    check(*case, "hybrid8")
+
+
+def on_one_tier(plan: Plan, tier: str) -> Plan:
+    """The same formats with every stage's optimizer state in ``tier``, weights and saved tensors on the GPU."""
+    stages = {
+        stage: choice.model_copy(
+            update={
+                "state": tier, "weights": "gpu", "input_tier": "gpu",
+                "saved_tiers": dict.fromkeys(choice.saved_tiers, "gpu"),
+            }
+        )
+        for stage, choice in plan.stages.items()
+    }  # fmt: skip
+    return plan.model_copy(update={"stages": stages})
+
+
+def outcome(plan: Plan, tied: bool, clip_norm: float | None) -> list[object]:
+    """Losses, norms, and every byte of weights and optimizer state, by stage."""
+    config = llama(tied)
+    with open_session(plan, config, clip_norm) as session:
+        results = [
+            session.executor.step(batch, rate)
+            for batch, rate in zip(batches(plan.accumulation, config.vocab_size), LEARNING_RATES, strict=True)
+        ]
+        session.executor.drain()
+        kept: list[object] = [(result.loss, result.grad_norm) for result in results]
+        for stage, choice in plan.stages.items():
+            flats = (session.buffers[f"{choice.state}/{kind}/{stage}"] for kind in ("weights", "state"))
+            kept += [flat.view(torch.uint8).numpy().tobytes() for flat in flats]
+        return kept
+
+
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(cases("hybrid8", "fp32", compute_dtype="bfloat16"))
+def test_tiers_give_the_same_weights_and_states(case: tuple[Plan, bool, float | None]) -> None:
+    """bf16 weights with 24-bit masters, loaded from fp32: a mixed plan against all on the GPU and all on the host."""
+    plan, tied, clip_norm = case
+    mixed = outcome(plan, tied, clip_norm)
+    for tier in ("gpu", "host"):
+        assert outcome(on_one_tier(plan, tier), tied, clip_norm) == mixed

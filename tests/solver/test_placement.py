@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import random
+from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
 from lazysched.lower import lower
-from lazysched.schemas import Profile
+from lazysched.schemas import Profile, StateFormat, Update
 from lazysched.solver import Timeline, simulate
 from lazysched.solver.bounds import count_bound_s
 from lazysched.solver.instance import STATE_CHOICES, Candidate, Instance, offload_limits
@@ -17,16 +20,20 @@ from lazysched.solver.plans import Choices, make_plan
 from lazysched.solver.window_replay import ChoiceBatch, WindowReplay
 from tests.solver.synthetic import tiny_profile
 
+EXACT = Update()
+EARLY = Update(clip_norm=None, check_finite=False)
+FAST_CPU, SLOW_CPU = 100e6, 20e6
+"""Parameters per second: an update of a block in fp32 takes less than its forward, or more than its backward."""
 PLENTY = Budgets(1e3, 1e3)
 CANDIDATES = [
     Candidate(micro_batch, accumulation, depth)
-    for micro_batch, accumulation in ((1, 1), (1, 2), (1, 5), (2, 3))
     for depth in (1, 2)
+    for micro_batch, accumulation in ((1, 1), (1, 2), (1, 5), (2, 3), (1, 3))
 ]
 
 
 def replayed(profile: Profile, instance: Instance, choices: Choices) -> Timeline:
-    plan = make_plan(instance, choices, budget_bytes={}, clip_norm=1.0)
+    plan = make_plan(instance, choices, budget_bytes={})
     program = lower(plan, profile.stages)
     return simulate(program, profile, micro_batch=plan.micro_batch, steps=6)
 
@@ -39,15 +46,17 @@ def drawn(instance: Instance, generator: random.Random) -> Choices:
     )
 
 
-def cases(tied: bool, offload: bool) -> list[tuple[Profile, Instance, Choices]]:
+def cases(
+    tied: bool, offload: bool, update: Update = EXACT, cpu_params_per_s: float = FAST_CPU
+) -> list[tuple[Profile, Instance, Choices]]:
     generator = random.Random(7)
-    profile = tiny_profile(6, micro_batches=(1, 2), tied=tied)
+    profile = tiny_profile(6, micro_batches=(1, 2), tied=tied, cpu_params_per_s=cpu_params_per_s)
     result = []
-    for candidate in CANDIDATES:
+    formats: Iterator[StateFormat] = itertools.cycle(("hybrid8", "fp32"))
+    for candidate, state_format in zip(CANDIDATES, formats, strict=False):
         limit = offload_limits(profile, candidate.micro_batch)[-1] if offload else 0
-        instance = Instance(
-            profile, Candidate(candidate.micro_batch, candidate.accumulation, candidate.prefetch_depth, 1, limit)
-        )
+        candidate = replace(candidate, offload_limit_bytes=limit)
+        instance = Instance(profile, candidate, state_format, update)
         result += [(profile, instance, drawn(instance, generator)) for _ in range(4)]
     return result
 
@@ -60,6 +69,16 @@ class TestMemory:
             peaks = replayed(profile, instance, choices).peak_bytes
             assert round(evaluation.gpu_gb[0] * 1e9) == peaks["gpu"]
             assert round(evaluation.host_gb[0] * 1e9) == peaks["host"]
+
+    def test_8bit_moments_take_two_bytes_and_their_scales(self) -> None:
+        profile = tiny_profile(3)
+        choices = Choices(("streamed",) * 3, (0, 0, 0), 3)
+        formats: tuple[StateFormat, ...] = ("fp32", "hybrid8")
+        timelines = [replayed(profile, Instance(profile, Candidate(1, 1), f, EXACT), choices) for f in formats]
+        large, small = (timeline.peak_bytes["host"] for timeline in timelines)
+        # 5 M parameters: two fp32 moments against one byte each and two fp32 scales a block of 256.
+        assert large - small == pytest.approx(5_000_000 * (8 - 2 - 8 / 256), rel=1e-3)
+        assert timelines[1].step_s < timelines[0].step_s
 
     def test_slots_for_offloading_count_in_full_even_if_smaller_ones_would_do(self) -> None:
         for profile, instance, choices in cases(False, offload=True):
@@ -92,19 +111,31 @@ def fixed_period(instance: Instance, choices: Choices, budgets: Budgets) -> floa
 
 
 class TestTime:
-    def test_window_replay_and_program_agree_with_the_simulator_when_nothing_is_offloaded(self) -> None:
-        for profile, instance, choices in cases(False, offload=False):
+    @pytest.mark.parametrize("cpu_params_per_s", [FAST_CPU, SLOW_CPU])
+    @pytest.mark.parametrize("update", [EXACT, EARLY], ids=["exact", "early"])
+    def test_window_replay_agrees_with_the_simulator_when_nothing_is_offloaded(
+        self, update: Update, cpu_params_per_s: float
+    ) -> None:
+        for profile, instance, choices in cases(False, offload=False, update=update, cpu_params_per_s=cpu_params_per_s):
             simulated_s = replayed(profile, instance, choices).step_s
             replay_s = WindowReplay(instance).evaluate(ChoiceBatch.of([choices])).step_s[0]
             assert replay_s == pytest.approx(simulated_s, rel=5e-3)
 
-    def test_program_is_never_far_off(self) -> None:
-        for profile, instance, choices in cases(False, offload=False)[::3]:
+    @pytest.mark.parametrize("cpu_params_per_s", [FAST_CPU, SLOW_CPU])
+    @pytest.mark.parametrize("update", [EXACT, EARLY], ids=["exact", "early"])
+    def test_program_is_never_far_off(self, update: Update, cpu_params_per_s: float) -> None:
+        for profile, instance, choices in cases(False, offload=False, update=update, cpu_params_per_s=cpu_params_per_s)[
+            ::3
+        ]:
             period_s = fixed_period(instance, choices, PLENTY)
             assert period_s == pytest.approx(replayed(profile, instance, choices).step_s, rel=0.05)
 
-    def test_bounds_are_below_every_plan(self) -> None:
-        for profile, instance, choices in cases(False, offload=True)[::3]:
+    @pytest.mark.parametrize("cpu_params_per_s", [FAST_CPU, SLOW_CPU])
+    @pytest.mark.parametrize("update", [EXACT, EARLY], ids=["exact", "early"])
+    def test_bounds_are_below_every_plan(self, update: Update, cpu_params_per_s: float) -> None:
+        for profile, instance, choices in cases(False, offload=True, update=update, cpu_params_per_s=cpu_params_per_s)[
+            ::3
+        ]:
             simulated_s = replayed(profile, instance, choices).step_s
             assert count_bound_s(instance, PLENTY, 2) <= simulated_s * (1 + 1e-9)
             assert instance.compute_bound_s <= simulated_s * (1 + 1e-9)
@@ -113,7 +144,7 @@ class TestTime:
 class TestExactClipping:
     def test_no_update_starts_before_the_last_gradient_has_arrived(self) -> None:
         profile = tiny_profile(3)
-        instance = Instance(profile, Candidate(1, 1))
+        instance = Instance(profile, Candidate(1, 1), "fp32", EXACT)
         choices = Choices(("streamed",) * 3, (0, 0, 0), 3)
         frame = replayed(profile, instance, choices).to_frame().query("step == 3").set_index("op")
         updates = frame[frame.index.str.startswith("update/")]

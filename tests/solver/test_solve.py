@@ -6,6 +6,7 @@ import itertools
 import subprocess
 import sys
 from functools import cache
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -14,10 +15,12 @@ from rich.console import Console
 
 from lazysched.errors import InfeasibleError, UsageError
 from lazysched.lower import lower
-from lazysched.schemas import Curve, Profile, Timing
+from lazysched.schemas import Curve, Profile, Rate, StateFormat, Timing, Update
 from lazysched.solver import Solution, print_solution, simulate, solve
+from lazysched.solver.bounds import count_bound_s
 from lazysched.solver.infeasible import MARGIN_BYTES
 from lazysched.solver.instance import STATE_CHOICES, Candidate, Instance, offload_limits
+from lazysched.solver.memory_rows import Budgets
 from lazysched.solver.plans import Choices, make_plan
 from tests.solver.synthetic import CARD, FAST, SHAPE_3B, SHAPE_7B, Shape, large_profile, tiny_profile
 
@@ -25,24 +28,33 @@ GAP = 0.01
 MB = 1_000_000
 
 
-def solved(profile: Profile, gpu_bytes: int, host_bytes: int = 1000 * MB, batch_size: int = 1) -> Solution:
+EXACT, EARLY = Update(), Update(clip_norm=None, check_finite=False)
+
+
+def solved(
+    profile: Profile, gpu_bytes: int, host_bytes: int = 1000 * MB, batch_size: int = 1, update: Update = EXACT,
+    optimizer_state: StateFormat = "hybrid8",
+) -> Solution:  # fmt: skip
     return solve(
         profile, batch_size=batch_size, gpu_memory_bytes=gpu_bytes, host_memory_bytes=host_bytes, gap=GAP,
-        time_limit_s=20,
+        time_limit_s=20, max_grad_norm=update.clip_norm, check_finite=update.check_finite,
+        optimizer_state=optimizer_state,
     )  # fmt: skip
 
 
 @cache
-def every_plan(num_blocks: int, tied: bool) -> list[tuple[float, int, int]]:
+def every_plan(
+    num_blocks: int, tied: bool, update: Update = EXACT, cpu_params_per_s: float = 100e6
+) -> list[tuple[float, int, int]]:
     """(step time, GPU peak, host peak) of every plan there is for a batch of one row."""
-    profile = tiny_profile(num_blocks, tied=tied)
+    profile = tiny_profile(num_blocks, tied=tied, cpu_params_per_s=cpu_params_per_s)
     result = []
     for depth in (1, 2):
-        instance = Instance(profile, Candidate(1, 1, depth, 1, offload_limits(profile, 1)[-1]))
+        instance = Instance(profile, Candidate(1, 1, depth, 1, offload_limits(profile, 1)[-1]), "hybrid8", update)
         for states in itertools.product(STATE_CHOICES, repeat=num_blocks):
             for saves in itertools.product(*(range(len(options)) for options in instance.saves)):
                 for vocabulary in range(len(instance.vocabulary_options)):
-                    plan = make_plan(instance, Choices(states, saves, vocabulary), budget_bytes={}, clip_norm=1.0)
+                    plan = make_plan(instance, Choices(states, saves, vocabulary), budget_bytes={})
                     timeline = simulate(lower(plan, profile.stages), profile, micro_batch=1, steps=4)
                     result.append((timeline.step_s, timeline.peak_bytes["gpu"], timeline.peak_bytes["host"]))
     return result
@@ -50,12 +62,18 @@ def every_plan(num_blocks: int, tied: bool) -> list[tuple[float, int, int]]:
 
 class TestBruteForce:
     @pytest.mark.parametrize("tied", [False, True])
-    def test_no_plan_is_faster_by_more_than_the_gap(self, tied: bool) -> None:
-        everything = every_plan(2, tied)
+    @pytest.mark.parametrize(("update", "cpu_params_per_s"), [(EXACT, 100e6), (EXACT, 20e6), (EARLY, 20e6)])
+    def test_no_plan_is_faster_by_more_than_the_gap(self, tied: bool, update: Update, cpu_params_per_s: float) -> None:
+        everything = every_plan(2, tied, update, cpu_params_per_s)
+        profile = tiny_profile(2, tied=tied, cpu_params_per_s=cpu_params_per_s)
+        candidates = [Candidate(1, 1, offload_limit_bytes=limit) for limit in offload_limits(profile, 1)]
+        instances = [Instance(profile, candidate, "hybrid8", update) for candidate in candidates]
         least = min(gpu for _, gpu, _ in everything)
         for gpu_bytes in (least, least + 5 * MB, least + 15 * MB, least + 30 * MB, least + 100 * MB):
             best_s = min(step for step, gpu, _ in everything if gpu <= gpu_bytes)
-            found_s = solved(tiny_profile(2, tied=tied), gpu_bytes).timeline.step_s
+            budgets = Budgets(instances[0].usable_gpu_gb(gpu_bytes), 1.0)
+            assert min(count_bound_s(i, budgets, 2) for i in instances) <= best_s * (1 + 1e-9), f"budget {gpu_bytes}"
+            found_s = solved(profile, gpu_bytes, update=update).timeline.step_s
             assert found_s <= best_s * (1 + GAP), f"budget {gpu_bytes}"
 
     def test_with_a_tight_host(self) -> None:
@@ -92,6 +110,18 @@ class TestByHand:
         for kept in (1, 2, 3):
             solution = solved(profile, full - (3 - kept) * 200 * MB, host_bytes=2000 * MB)
             assert sum(solution.plan.stages[f"block.{i}"].save == "all" for i in range(3)) == kept
+
+    def test_updates_run_beside_the_backward_where_no_update_waits_for_the_norm(self) -> None:
+        # All states on the host, whose updates of 1 + 3 + 1 times 25 ms are longer than the backward of 3 * 20 ms.
+        profile = tiny_profile(3, cpu_params_per_s=20e6)
+        least = min(gpu for _, gpu, _ in every_plan(2, tied=False))
+        exact, early = (solved(profile, least + 8 * MB, update=update) for update in (EXACT, EARLY))
+        frame = early.timeline.to_frame().query("step == 2").set_index("op")
+        assert early.plan.stages["block.2"].state == "host"
+        assert frame.loc["update/block.2", "start_s"] < frame.loc["backward/embed/0", "start_s"]
+        frame = exact.timeline.to_frame().query("step == 2").set_index("op")
+        assert frame.loc["update/block.2", "start_s"] >= frame.loc["totals", "end_s"]
+        assert early.timeline.step_s < exact.timeline.step_s
 
     def test_accumulation_is_micro_batches_per_batch(self) -> None:
         plan = solved(tiny_profile(2, micro_batches=(1, 2, 4)), 1000 * MB, batch_size=4).plan
@@ -200,9 +230,11 @@ class TestRefusals:
             ({"batch_size": 1, "gpu_memory_bytes": -1}, "gpu_memory: -1 bytes"),
             ({"batch_size": 1, "time_limit_s": 0}, "time_limit_s: 0"),
             ({"batch_size": 1, "gap": 1.5}, "gap: 1.5"),
+            ({"batch_size": 1, "optimizer_state": "int4"}, "optimizer_state: 'int4' is not known; use fp32 or hybrid8"),
+            ({"batch_size": 1, "check_finite": False}, "check_finite: clipping to max_grad_norm 1.0 waits"),
         ],
     )
-    def test_arguments(self, arguments: dict[str, int], message: str) -> None:
+    def test_arguments(self, arguments: dict[str, Any], message: str) -> None:
         with pytest.raises(UsageError, match=message):
             solve(tiny_profile(), **arguments)
 
@@ -213,6 +245,13 @@ class TestRefusals:
             solve(profile.model_copy(update={"links": links}), batch_size=1)
         with pytest.raises(UsageError, match=r"free_bytes\.gpu: null; give --gpu-memory"):
             solve(profile.model_copy(update={"free_bytes": {"gpu": None}}), batch_size=1)
+        update = {
+            **profile.update,
+            "cpu": {"fp32": profile.update["cpu"]["fp32"], "hybrid8": Rate(per_s=None, reason="x")},
+        }
+        with pytest.raises(UsageError, match=r"update\.cpu\.hybrid8: not measured \(x\); profile again"):
+            solve(profile.model_copy(update={"update": update}), batch_size=1)
+        solve(profile.model_copy(update={"update": update}), batch_size=1, optimizer_state="fp32")
         broken = [
             v.model_copy(update={"forward": Timing(median_s=None, reason="oom")}) for v in profile.variants["head"][1]
         ]
@@ -228,7 +267,15 @@ class TestSurroundings:
         with console.capture() as capture:
             print_solution(solved(profile, 60 * MB), profile, console)
         text = capture.get()
-        for expected in ("block.", "tokens/s", "gpu peak", "of 60 MB", "checkpoint every block", "lower bound"):
+        for expected in (
+            "block.",
+            "tokens/s",
+            "gpu peak",
+            "of 60 MB",
+            "checkpoint every block",
+            "lower bound",
+            "hybrid8 on",
+        ):
             assert expected in text
 
     def test_imports_no_torch(self) -> None:
