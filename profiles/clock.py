@@ -6,7 +6,6 @@ training.
 
 from __future__ import annotations
 
-import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -15,7 +14,7 @@ from typing import Protocol, TypeVar
 
 import torch
 
-from lazysched.runtime.engines import RESERVED_CORES
+from lazysched.runtime.engines import cpu_threads
 from lazysched.schemas import Rate, Timing
 
 T = TypeVar("T")
@@ -139,13 +138,6 @@ def on_cpu_engine(work: Callable[[], T], device: torch.device) -> T:
         return work()
     with ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(cpu_threads(device),)) as worker:
         return worker.submit(work).result()
-
-
-def cpu_threads(device: torch.device) -> int:
-    """Threads of the engine ``cpu``."""
-    if device.type != "cuda":
-        return torch.get_num_threads()
-    return max(1, len(os.sched_getaffinity(0)) - RESERVED_CORES)
 
 
 def _interquartile(values: Sequence[float]) -> float:

@@ -15,11 +15,11 @@ import transformers
 from transformers import PretrainedConfig
 
 from lazysched.errors import RunError, UsageError
-from lazysched.profiles.clock import cpu_threads
 from lazysched.profiles.files import check_folder, measure_storage
 from lazysched.profiles.links import measure_copies
 from lazysched.profiles.stages import StageMeasurements, measure_stages
 from lazysched.profiles.updates import measure_updates
+from lazysched.runtime.engines import cpu_threads
 from lazysched.runtime.machine import configure_allocator, context_bytes, device_memory, hardware_id, host_memory
 from lazysched.runtime.model import Model
 from lazysched.runtime.sources import resolve_model

@@ -12,6 +12,7 @@ from lazysched.optimizer_state import FP32_STATE_ELEMENTS, state_bytes
 from lazysched.profiles.clock import durations_of, on_cpu_engine, rate
 from lazysched.profiles.random_data import WEIGHT_SCALE, random_normal
 from lazysched.runtime.arena import HostArena
+from lazysched.runtime.engines import cpu_threads
 from lazysched.runtime.stage_updates import AdamWFp32, AdamWSettings, Hybrid8Update, StageUpdate, StepScale
 from lazysched.schemas import Rate, Stage, StateFormat
 
@@ -39,11 +40,12 @@ def measure_updates(
         repeats: timed repeats; None chooses by the time one takes.
     """
     rates: dict[Literal["cpu", "gpu"], dict[str, Rate]] = {"cpu": {}, "gpu": {}}
+    threads = cpu_threads(device)
     for state_format in get_args(StateFormat):
         sizes = _sizes(blocks[0], dtype, state_format)
         count = max(1, min(len(blocks), WALKED_BYTES // sum(sizes.values())))
         names = {f"{kind}/{index}": size for kind, size in sizes.items() for index in range(count)}
-        make = partial(_update_work, blocks[0], count, dtype=dtype, state_format=state_format)
+        make = partial(_update_work, blocks[0], count, dtype=dtype, state_format=state_format, threads=threads)
         num_params = blocks[0].num_params * count
         rates["cpu"][state_format] = _cpu_rate(make, num_params, names, device, host_limit_bytes, repeats)
         rates["gpu"][state_format] = _gpu_rate(make, num_params, names, device, repeats)
@@ -84,8 +86,9 @@ def _sizes(stage: Stage, dtype: torch.dtype, state_format: StateFormat) -> Mappi
 
 
 def _update_work(
-    stage: Stage, count: int, buffer: _Buffer, device: torch.device, *, dtype: torch.dtype, state_format: StateFormat
-) -> Callable[[], None]:
+    stage: Stage, count: int, buffer: _Buffer, device: torch.device, *, dtype: torch.dtype, state_format: StateFormat,
+    threads: int,
+) -> Callable[[], None]:  # fmt: skip
     """A call that updates ``count`` stages in ``buffer(name, dtype)`` once.
 
     Moments start at zero; the first call, which nobody times, gives them the size of the gradients.
@@ -96,7 +99,7 @@ def _update_work(
         state = buffer(f"state/{index}", torch.uint8)
         grads.copy_(random_normal((grads.numel(),), dtype, device, _GRAD_SCALE))
         if state_format == "hybrid8":
-            updates.append(Hybrid8Update(stage, weights, grads, state, _SETTINGS, FP32_STATE_ELEMENTS))
+            updates.append(Hybrid8Update(stage, weights, grads, state, _SETTINGS, FP32_STATE_ELEMENTS, threads))
         else:
             updates.append(AdamWFp32(stage, weights, grads, state.view(torch.float32), _SETTINGS))
         for name in updates[-1].weights:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -60,11 +61,10 @@ class InlineEngines:
 class CudaEngines:
     """Compute on the current stream, a stream for each copy direction, a worker thread for the CPU."""
 
-    def __init__(self, num_cores: int) -> None:
+    def __init__(self, threads: int) -> None:
         self._streams: dict[str, torch.cuda.Stream] = {
             "compute": torch.cuda.current_stream(), "h2d": torch.cuda.Stream(), "d2h": torch.cuda.Stream(),
         }  # fmt: skip
-        threads = max(1, num_cores - RESERVED_CORES)
         # The number of threads of a parallel region belongs to the thread that opens it, hence the initializer.
         self._worker = ThreadPoolExecutor(1, "lazysched-cpu", initializer=torch.set_num_threads, initargs=(threads,))
         self._outstanding: list[Future[None]] = []
@@ -108,6 +108,13 @@ class CudaEngines:
         """Drop work not begun, finish what runs."""
         self._worker.shutdown(wait=True, cancel_futures=True)
         torch.cuda.synchronize()
+
+
+def cpu_threads(device: torch.device) -> int:
+    """Threads of the engine ``cpu`` beside ``device``."""
+    if device.type != "cuda":
+        return torch.get_num_threads()
+    return max(1, len(os.sched_getaffinity(0)) - RESERVED_CORES)
 
 
 def seconds_between(earlier: Mark, later: Mark) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -13,7 +12,7 @@ from lazysched.layout import TOTAL_ELEMENTS, Layout
 from lazysched.lower import lower
 from lazysched.runtime.batch import Batch
 from lazysched.runtime.buffers import Buffers
-from lazysched.runtime.engines import CudaEngines, Done, Engines, InlineEngines, Mark
+from lazysched.runtime.engines import CudaEngines, Done, Engines, InlineEngines, Mark, cpu_threads
 from lazysched.runtime.model import Model
 from lazysched.runtime.operations import Operations, StepContext, norm_ranges
 from lazysched.runtime.stage_updates import AdamWSettings, StageUpdate
@@ -99,7 +98,7 @@ class Executor:
         self._norm_ranges = norm_ranges(model.stages)
         self._num_tensors = sum(len(stage.params) for stage in model.stages)
         self._operations = Operations(Layout(plan, model.stages), model, buffers, updates, settings, max_grad_norm)
-        self._engines: Engines = CudaEngines(len(os.sched_getaffinity(0))) if self._on_gpu else InlineEngines()
+        self._engines: Engines = CudaEngines(cpu_threads(model.device)) if self._on_gpu else InlineEngines()
         self._signals = {id(p): _signalling(p) for p in (self._training, self._evaluation)}
         self._done: dict[str, Done] = {}
         self._last: Program = program

@@ -29,9 +29,11 @@ so that a set of columns can be held apart in fp32: its gradient is zeroed here 
 - The master rounds stochastically: to nearest, an update below its last bit is lost in every step.
 
 **Random bits.** Element e of block b draws the word ``multiplier * e + offset`` mod 2**32: bits 24-31 for the
-master, bits 2-15 for the first moment. With ``low = mix32(step ^ stream)`` and ``high = mix32(low + (stream >> 32))``,
-``offset = mix32(b ^ low)`` and ``multiplier = mix32(offset + high)``; the stream comes from seed and tensor.
-Multiply-shift hashing is pairwise independent within a block (Dietzfelbinger, STACS 1996), as sums of roundings need.
+master, bits 2-15 for the first moment. ``low = mix32(mix32(step + seed) ^ tensor)``, ``high = mix32(low + seed)``,
+``offset = mix32(b ^ low)``, ``multiplier = mix32(offset + high)``; seed and tensor are the upper and the lower 32 bits
+of the stream.
+Multiply-shift hashing would be pairwise independent within a block, as sums of roundings need, if multiplier and offset
+were drawn independently (Dietzfelbinger, STACS 1996); here one is a hash of the other, and no correlation was measured.
 
 **Arithmetic.** IEEE single precision to nearest with subnormals, ``fma`` rounding once, in exactly this order; the
 functions named are below:
@@ -40,16 +42,20 @@ functions named are below:
     ``a = code * (second_scale * second_decay)``, ``h = g * second_gain``, ``v = fma(a, a, h * h)``. Here v is already
     multiplied by the bias correction k**2 = 1 / (1 - beta2**t).
 2.  ``s = square_root(v)``, ``u = m * inverse(s + epsilon)``, ``x = fma(step_size, u, master * decay)``.
-3.  Scales: maxima over the block of |m| and of s * inverse_k; a maximum below 2**-80 is stored as 0 with all codes 0,
-    so that nothing decays into subnormals.
+3.  Scales: maxima over the block of |m| and of s, the latter stored times inverse_k; a maximum below 2**-80 is stored
+    as 0 with all codes 0, so that nothing decays into subnormals.
 4.  Encode: ``f = fma(m * (r * FIRST_UNITS), reciprocal(fma(|m|, r, 1)), 1.5 * 2**23)`` with ``r = 1 / max|m|`` holds
     2**14 times the code; the code is ``(bits(f) + random) >> 14``, lowest byte.
     ``f = max(fma(s, 255 / max s, 2**23), 2**23 + 2)`` holds the second code in its lowest byte.
 5.  ``bits = bits(x) + random``; ``weight = (bits + 0x8000) >> 16``, ``correction = bits >> 8``, lowest byte.
 
 Not finite: a master that overflows or is not a number is stored as the infinity or NaN of its weight, correction 0; a
-block with a moment that is not finite gets the scale NaN and codes 0. A negative correction beside a weight of zero
-(someone set it) counts as 0. No step changes anything where ``skip`` is set.
+moment that is not finite anywhere in a block gets the scale NaN and codes 0. A gradient above 1e19 overflows when it is
+squared and counts as not finite; a norm over it does too, so that such a step is skipped. A negative correction beside
+a weight of zero (someone set it) counts as 0. No step changes anything where ``skip`` is set.
+
+**Limits.** 8 bits in a block reach over two and a half decades: elements whose gradients stay a thousand times smaller
+than the largest of their block move too little, never too much.
 
 **fp32 tensors**: ``m = fma(m, beta1, g * first_gain)``, ``h = g * second_gain_fp32``, ``v = fma(v, beta2, h * h)``,
 ``x = fma(step_size, m / fma(sqrt(v), k, epsilon), x * decay)``; division and root are IEEE's.
@@ -148,6 +154,7 @@ class BlockState:
     """One tensor with 8-bit moments, all flat; the module's docstring says what each array holds.
 
     Attributes:
+        grad: in the dtype of the weight.
         stream: what makes its random bits differ from other tensors', [0, 2**64).
         decays: whether weight decay applies.
     """

@@ -85,7 +85,7 @@ def reciprocal(d: Tensor) -> Tensor:
 
 
 def square_root(v: Tensor) -> Tensor:
-    """sqrt(v), relative error 1e-6: integer seed of 1/sqrt, then one step of fourth order; 0 stays 0."""
+    """sqrt(v), relative error 1e-6 for normal v: integer seed of 1/sqrt, then one step of fourth order; 0 stays 0."""
     y = _float(ROOT_SEED - (_bits(v) >> 1))
     t = v * y
     e = t * y
@@ -108,8 +108,9 @@ def mix32(value: Tensor) -> Tensor:
 
 def random_words(stream: int, step: Tensor, blocks: Tensor) -> Tensor:
     """The 32-bit word of every element of ``blocks``, int64 [blocks, 256]."""
-    low = mix32(step.long() ^ (stream & _MASK))
-    high = mix32((low + (stream >> 32)) & _MASK)
+    seed = stream >> 32
+    low = mix32(mix32((step.long() + seed) & _MASK) ^ (stream & _MASK))
+    high = mix32((low + seed) & _MASK)
     offset = mix32(blocks ^ low)
     multiplier = mix32((offset + high) & _MASK)
     element = torch.arange(BLOCK_ELEMENTS, device=blocks.device)

@@ -3,6 +3,10 @@
 Multiplications and additions are not contracted (``enable_fp_fusion=False``); every fused one is written ``tl.fma``.
 """
 
+# Triton is not installed where there is no GPU, and kernels are no Python that a type checker understands.
+# mypy: disable-error-code="no-untyped-def, import-not-found, untyped-decorator, misc, attr-defined, index"
+# pyright: reportMissingImports=false, reportIndexIssue=false, reportAttributeAccessIssue=false
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -267,8 +271,9 @@ def _update_blocks(
 ):  # fmt: skip
     if tl.load(coefficients_ptr) != 0.0:
         return
-    low = _mix32(tl.load(coefficients_ptr + 1).to(tl.uint32) ^ stream_low.to(tl.uint32))
-    high = _mix32(low + stream_high.to(tl.uint32))
+    seed = stream_high.to(tl.uint32)
+    low = _mix32(_mix32(tl.load(coefficients_ptr + 1).to(tl.uint32) + seed) ^ stream_low.to(tl.uint32))
+    high = _mix32(low + seed)
     start = tl.program_id(0) * BLOCKS
     for block in range(start, tl.minimum(start + BLOCKS, num_blocks)):
         at = block.to(tl.int64) * 256 + tl.arange(0, 256)

@@ -139,6 +139,8 @@ def _describe(state: BlockState | Fp32State) -> _Tensor:
     stream = state.stream if isinstance(state, BlockState) else 0
     arrays = [state.weight, state.grad, beside, state.first, state.second]
     arrays += [state.first_scale, state.second_scale] if isinstance(state, BlockState) else [None, None]
+    if state.grad.dtype != state.weight.dtype or state.grad.numel() != state.weight.numel():
+        raise ValueError(f"gradient: {state.grad.dtype} {tuple(state.grad.shape)}, not as its weight")
     for array in arrays:
         if array is not None and not (array.is_contiguous() and array.device.type == "cpu"):
             raise ValueError(f"{tuple(array.shape)} on {array.device}: not contiguous on the CPU")

@@ -13,6 +13,7 @@ from lazysched.errors import UsageError
 from lazysched.layout import Layout
 from lazysched.lower import lower
 from lazysched.runtime.buffers import Buffers
+from lazysched.runtime.engines import cpu_threads
 from lazysched.runtime.executor import Executor
 from lazysched.runtime.flat import flat_views
 from lazysched.runtime.hybrid8 import SMALLEST_EPSILON
@@ -66,7 +67,8 @@ class Session:
         place = "host" if layout.on_host(stage) else "gpu"
         weights, grads, state = (self.buffers[f"{place}/{kind}/{stage.id}"] for kind in ("weights", "grads", "state"))
         if layout.choice(stage).state_format == "hybrid8":
-            return Hybrid8Update(stage, weights, grads, state, settings, self.plan.fp32_state_elements)
+            small, threads = self.plan.fp32_state_elements, cpu_threads(self.device)
+            return Hybrid8Update(stage, weights, grads, state, settings, small, threads)
         return AdamWFp32(stage, weights, grads, state.view(torch.float32), settings)
 
     def load(self, read_into: Callable[[str, torch.Tensor], None]) -> None:

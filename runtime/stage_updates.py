@@ -173,11 +173,12 @@ class Hybrid8Update:
         state: flat uint8, as ``lazysched.optimizer_state.hybrid8_layout`` lays it out; zeros, but for loaded masters.
         settings: hyperparameters. Biases and one-dimensional tensors do not decay.
         fp32_elements: tensors with at most so many elements keep fp32 state.
+        threads: that update on a CPU; their number changes no bit.
     """
 
     def __init__(
         self, stage: Stage, weights: torch.Tensor, grads: torch.Tensor, state: torch.Tensor, settings: AdamWSettings,
-        fp32_elements: int,
+        fp32_elements: int, threads: int,
     ) -> None:  # fmt: skip
         element_bytes = weights.element_size()
         self.weights = flat_views(weights, stage, element_bytes)
@@ -186,7 +187,7 @@ class Hybrid8Update:
             tensor.name: _carve(tensor, self.weights[tensor.name], named_grads[tensor.name], state, settings)
             for tensor in hybrid8_layout(stage, element_bytes, fp32_elements)[0]
         }
-        self._prepared = prepare(list(self._states.values()))
+        self._prepared = prepare(list(self._states.values()), threads=threads)
 
     def load(self, name: str, fill: Fill) -> None:
         """Fill the master: the fp32 weight itself, the fp32 master, or 24 bits in weight and correction."""

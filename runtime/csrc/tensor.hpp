@@ -49,7 +49,7 @@ inline uint32_t mix32(uint32_t value) {
 }
 
 inline BlockRandom random_of(const Tensor& t, const Coefficients& c, int64_t block) {
-  const uint32_t low = mix32(static_cast<uint32_t>(c.step) ^ t.stream_low);
+  const uint32_t low = mix32(mix32(static_cast<uint32_t>(c.step) + t.stream_high) ^ t.stream_low);
   const uint32_t high = mix32(low + t.stream_high);
   const uint32_t offset = mix32(static_cast<uint32_t>(block) ^ low);
   return {mix32(offset + high), offset};

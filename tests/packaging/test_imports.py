@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -23,8 +24,9 @@ def _loaded(tmp_path: Path, code: str) -> set[str]:
 
 
 def _import_all(room: str) -> str:
-    """Code that imports every module of a room's folder."""
-    files = sorted((ROOT / room).rglob("*.py"))
+    """Code that imports every module of a room's folder, but for the one that needs Triton where there is none."""
+    has_triton = find_spec("triton") is not None
+    files = sorted(file for file in (ROOT / room).rglob("*.py") if has_triton or "triton" not in file.name)
     names = [".".join(("lazysched", *file.relative_to(ROOT).with_suffix("").parts)) for file in files]
     return "\n".join(f"import {name.removesuffix('.__init__')}" for name in names)
 

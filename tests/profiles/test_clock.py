@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from lazysched.profiles import clock
+from lazysched.runtime.engines import cpu_threads
 
 CPU = torch.device("cpu")
 
@@ -38,5 +39,5 @@ def test_cpu_engine_runs_in_line_without_a_gpu_and_on_its_own_thread_beside_one(
     threads = torch.get_num_threads()
     beside_gpu = torch.device("cuda")
     assert clock.on_cpu_engine(threading.get_ident, beside_gpu) != here
-    assert clock.on_cpu_engine(torch.get_num_threads, beside_gpu) == clock.cpu_threads(beside_gpu)
+    assert clock.on_cpu_engine(torch.get_num_threads, beside_gpu) == cpu_threads(beside_gpu)
     assert torch.get_num_threads() == threads

@@ -16,10 +16,10 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 def block_state(numel: int, dtype: torch.dtype = torch.bfloat16, *, seed: int = 0, decays: bool = True) -> BlockState:
     generator = torch.Generator().manual_seed(seed)
     weight = (torch.randn(numel, generator=generator) * 0.02).to(dtype)
-    codes = {"dtype": torch.int8}
+    codes = torch.zeros(numel, dtype=torch.int8)
     return BlockState(
         weight=weight, grad=torch.zeros_like(weight),
-        correction=torch.zeros(numel, **codes) if dtype == torch.bfloat16 else None, first=torch.zeros(numel, **codes),
+        correction=codes.clone() if dtype == torch.bfloat16 else None, first=codes,
         second=torch.zeros(numel, dtype=torch.uint8), first_scale=torch.zeros(num_blocks(numel)),
         second_scale=torch.zeros(num_blocks(numel)), stream=stream_of(seed, "weight"), decays=decays,
     )  # fmt: skip

@@ -115,7 +115,7 @@ def test_many_random_plans(case: tuple[Plan, bool, float | None]) -> None:
     check(*case, "fp32")
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(cases("hybrid8"))
 def test_random_plans_with_8bit_state(case: tuple[Plan, bool, float | None]) -> None:
     check(*case, "hybrid8")
@@ -151,7 +151,7 @@ def outcome(plan: Plan, tied: bool, clip_norm: float | None) -> list[object]:
         return kept
 
 
-@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(cases("hybrid8", "fp32", compute_dtype="bfloat16"))
 def test_tiers_give_the_same_weights_and_states(case: tuple[Plan, bool, float | None]) -> None:
     """bf16 weights with 24-bit masters, loaded from fp32: a mixed plan against all on the GPU and all on the host."""

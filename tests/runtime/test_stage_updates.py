@@ -27,8 +27,9 @@ def stage(dtype: torch.dtype) -> Stage:
 
 
 def scale(step: int, *, factor: float = 1.0, skip: float = 0.0) -> StepScale:
-    scalars = (torch.tensor(value) for value in (factor, skip, float(step)))
-    return StepScale(torch.tensor(factor), SETTINGS.coefficients(*scalars, LEARNING_RATE), LEARNING_RATE)
+    skips, steps = torch.tensor(skip), torch.tensor(float(step))
+    coefficients = SETTINGS.coefficients(torch.tensor(factor), skips, steps, LEARNING_RATE)
+    return StepScale(torch.tensor(factor), coefficients, LEARNING_RATE)
 
 
 def copy(value: torch.Tensor, target: torch.Tensor) -> None:
@@ -97,7 +98,7 @@ def make_hybrid8(dtype: torch.dtype) -> tuple[Hybrid8Update, dict[str, torch.Ten
     described = stage(dtype)
     flat = {kind: torch.zeros(described.weight_bytes // dtype.itemsize, dtype=dtype) for kind in ("weights", "grads")}
     flat["state"] = torch.zeros(hybrid8_layout(described, dtype.itemsize, FP32_ELEMENTS)[1], dtype=torch.uint8)
-    update = Hybrid8Update(described, **flat, settings=SETTINGS, fp32_elements=FP32_ELEMENTS)
+    update = Hybrid8Update(described, **flat, settings=SETTINGS, fp32_elements=FP32_ELEMENTS, threads=1)
     generator = torch.Generator().manual_seed(0)
     start = {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
     for name, value in start.items():
@@ -165,9 +166,10 @@ def alone_state(name: str, value: torch.Tensor, dtype: torch.dtype) -> BlockStat
     correction = torch.zeros(count, dtype=torch.int8) if narrow else None
     if correction is not None:
         hybrid8_torch.store_master(value.view(-1), 128, weight, correction)
-    scales = (torch.zeros(hybrid8.num_blocks(count)) for _ in range(2))
+    scales = torch.zeros(2, hybrid8.num_blocks(count))
     first, second = torch.zeros(count, dtype=torch.int8), torch.zeros(count, dtype=torch.uint8)
-    return BlockState(weight, grad, correction, first, second, *scales, hybrid8.stream_of(SETTINGS.seed, name), decays)
+    stream = hybrid8.stream_of(SETTINGS.seed, name)
+    return BlockState(weight, grad, correction, first, second, scales[0], scales[1], stream, decays)
 
 
 def test_a_skipped_step_changes_no_bit_of_8bit_state() -> None:
