@@ -119,7 +119,7 @@ def read_steps(log: Path, seed: int, state_format: StateFormat) -> pd.DataFrame:
 def figures_of(results: Mapping[str, TrainResult]) -> Figures:
     """Held-out losses of one seed, hybrid8 against fp32, and times of a step.
 
-    Before training they differ a little: weights rounded to 24 bits first may lie one bf16 step from those rounded once.
+    Before training they differ a little: weights rounded to 24 bits first may lie a bf16 step from those rounded once.
     """
     figures: Figures = {}
     for name, result in results.items():
