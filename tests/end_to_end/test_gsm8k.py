@@ -12,32 +12,24 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lazysched.cli import main
 from lazysched.runtime.data import Dataset, evaluation_batches
-from lazysched.runtime.sources import resolve_model
 from lazysched.runtime.train import LOG_FILE
+from tests.end_to_end.gsm8k_model import cut_model, first_rows
 
 NUM_LAYERS, NUM_STEPS, SEQ_LEN = 3, 20, 256
 
 
 @pytest.fixture
-def cut_model(smollm2_gguf: Path, tmp_path: Path) -> Path:
-    """SmolLM2 with its first layers only, in a folder."""
-    source = resolve_model(str(smollm2_gguf)).config_dir
-    model = AutoModelForCausalLM.from_pretrained(source)
-    model.model.layers = model.model.layers[:NUM_LAYERS]
-    model.config.num_hidden_layers = NUM_LAYERS
-    folder = tmp_path / "cut"
-    model.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(source).save_pretrained(folder)
-    return folder
+def model(smollm2_gguf: Path, tmp_path: Path) -> Path:
+    return cut_model(smollm2_gguf, tmp_path / "cut", NUM_LAYERS)
 
 
 @pytest.fixture
 def data(gsm8k: Path, tmp_path: Path) -> tuple[Path, Path]:
     """Some training rows and some held-out rows."""
-    train, held_out = tmp_path / "train.jsonl", tmp_path / "held_out.jsonl"
-    train.write_text("\n".join((gsm8k / "train.jsonl").read_text().splitlines()[:60]))
-    held_out.write_text("\n".join((gsm8k / "test.jsonl").read_text().splitlines()[:6]))
-    return train, held_out
+    files = tmp_path / "train.jsonl", tmp_path / "held_out.jsonl"
+    for path, rows in zip(files, first_rows(gsm8k, 60, 6), strict=True):
+        path.write_text("\n".join(rows))
+    return files
 
 
 def held_out_loss(folder: Path, data: Path) -> float:
@@ -54,15 +46,15 @@ def held_out_loss(folder: Path, data: Path) -> float:
 
 
 def test_profile_solve_train_and_reload(
-    cut_model: Path, data: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    model: Path, data: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     train, held_out = data
     profile, plan, output = tmp_path / "profile.json", tmp_path / "plan.json", tmp_path / "out"
     steps = [
-        ["profile", str(cut_model), "--device", "cpu", "--seq-len", str(SEQ_LEN), "--micro-batch", "1",
+        ["profile", str(model), "--device", "cpu", "--seq-len", str(SEQ_LEN), "--micro-batch", "1",
          "-o", str(profile)],
         ["solve", str(profile), "--batch-size", "2", "-o", str(plan)],
-        ["train", "--plan", str(plan), "--model", str(cut_model), "--data", str(train), "--eval-data", str(held_out),
+        ["train", "--plan", str(plan), "--model", str(model), "--data", str(train), "--eval-data", str(held_out),
          "--output-dir", str(output), "--max-steps", str(NUM_STEPS), "--learning-rate", "1e-3", "--device", "cpu",
          "--warmup-ratio", "0.1"],
     ]  # fmt: skip
@@ -71,7 +63,7 @@ def test_profile_solve_train_and_reload(
     rows = [json.loads(line) for line in (output / LOG_FILE).read_text().splitlines()]
     assert len(rows) == NUM_STEPS
     assert sum(row["loss"] for row in rows[-5:]) < 0.8 * sum(row["loss"] for row in rows[:5])
-    before, after = held_out_loss(cut_model, held_out), held_out_loss(output, held_out)
+    before, after = held_out_loss(model, held_out), held_out_loss(output, held_out)
     assert after < before
     shown = capsys.readouterr().out
     assert f"{before:.4f}" in shown
