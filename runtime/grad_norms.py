@@ -35,6 +35,11 @@ class GradNorms:
         norms = [self._norm(param) for param in params]
         return torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
 
+    def forget(self) -> None:
+        """Take all norms anew: gradients were changed in a way that leaves no trace."""
+        for record in self._records.values():
+            record.forget()
+
     def _norm(self, param: Tensor) -> Tensor:
         record = self._records.get(param)
         if record is None:  # unfrozen since, or another tensor in a group
@@ -63,6 +68,10 @@ class _NormRecord:
         self._expected, self._count = max(self._count, 1), 0
         is_same = self._grad is not None and self._grad() is grad and self._state == _state_of(grad)
         return self._norm if is_same and self._norm is not None else self._take(grad)
+
+    def forget(self) -> None:
+        """Drop the norm."""
+        self._norm = None
 
     def _take(self, grad: Tensor) -> Tensor:
         self._grad, self._state, self._norm = TensorWeakRef(grad), _state_of(grad), _norm_of(grad)

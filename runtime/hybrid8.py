@@ -73,6 +73,8 @@ from lazysched.optimizer_state import BLOCK_ELEMENTS
 
 SMALLEST_EPSILON = 1e-30
 """Below it a second moment of zero would divide by nothing."""
+LARGEST_EPSILON = 1e18
+"""The inverse is specified up to twice that."""
 SMALLEST_SCALE = 2.0**-80
 
 RECIPROCAL = (2.12121254, -1.45454577, 0.32323235)

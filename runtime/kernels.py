@@ -75,6 +75,8 @@ class CompiledUpdate:
         self._variant = VARIANTS.index(variant or available[-1])
         self._threads = threads or available_cores()
         self._chunk_blocks = chunk_blocks
+        if self._threads < 1 or chunk_blocks < 1:
+            raise ValueError(f"threads {self._threads}, chunk_blocks {chunk_blocks}: both must be at least 1")
         self._states = tuple(states)  # keeps the memory alive
         self._tensors = (_Tensor * len(states))(*(_describe(state) for state in states))
 
@@ -126,7 +128,8 @@ class RunningUpdate:
             _library().lazysched_finish(handle)
 
     def __del__(self) -> None:
-        self.finish()
+        if getattr(self, "_handle", None) is not None:
+            self.finish()
 
 
 def available_cores() -> int:
@@ -161,7 +164,7 @@ def _pool(threads: int) -> int:
     if threads not in _pools:
         pool = _library().lazysched_pool_new(threads)
         if not pool:
-            raise RuntimeError(f"a pool of {threads} threads could not be started")
+            raise RunError(f"a pool of {threads} threads could not be started; allow more threads or fewer cores")
         _pools[threads] = pool
     return _pools[threads]
 

@@ -119,8 +119,8 @@ class TrainingLoop:
         self._not_finite_in_a_row = 0 if math.isfinite(grad_norm) else self._not_finite_in_a_row + 1
         if self._not_finite_in_a_row == MAX_NOT_FINITE_IN_A_ROW:
             raise RunError(
-                f"step {step}: the gradient norm was {grad_norm} in {MAX_NOT_FINITE_IN_A_ROW} steps in a row, last in "
-                f"{_named(result.stages_not_finite())}, with loss {loss}; lower --learning-rate or look at the data "
+                f"step {step + 1}: the gradient norm was {grad_norm} in {MAX_NOT_FINITE_IN_A_ROW} steps in a row, last "
+                f"in {_named(result.stages_not_finite())}, with loss {loss}; lower --learning-rate or look at the data "
                 f"of these steps"
             )
 

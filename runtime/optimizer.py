@@ -47,7 +47,8 @@ class HybridAdamW8bit(torch.optim.Optimizer):
     **Clipping** multiplies gradients by min(1, max_grad_norm / (norm + 1e-6)) within the update; ``.grad`` itself is
     not changed. Each gradient's norm is taken by a hook as soon as it was accumulated, with several backwards a step
     after as many as the step before had. Norms of gradients that were set or changed afterwards are taken in
-    :meth:`step`, as all are where ``torch.distributed`` is initialised. On a GPU nothing waits for the norm.
+    :meth:`step`, as all are where ``torch.distributed`` is initialised; changes that autograd does not see, through
+    ``grad.data`` or numpy, are not noticed. On a GPU nothing waits for the norm. ``torch.amp.GradScaler`` works.
 
     **Changing a parameter between steps**, by ``model.load_state_dict`` or otherwise, is fine: an fp32 master follows
     a weight that is not its rounding any more; a correction of 8 bits stays, at most half a unit in the weight's last
@@ -79,6 +80,9 @@ class HybridAdamW8bit(torch.optim.Optimizer):
     Raises:
         UsageError: an option or a parameter that is not supported; one line.
     """
+
+    # torch.amp.GradScaler then hands its scale to ``step`` instead of a pass over the gradients.
+    _step_supports_amp_scaling = True
 
     def __init__(
         self,
@@ -228,15 +232,31 @@ class HybridAdamW8bit(torch.optim.Optimizer):
     def _factor_and_skip(self, params: list[Tensor]) -> tuple[Tensor, Tensor]:
         """fp32 scalars on the device of the first parameter."""
         device = params[0].device
-        one = torch.ones((), device=device)
-        if not self._needs_norm:
-            self.grad_norm = None
-            return one, torch.zeros((), device=device)
-        self.grad_norm = norm = self._norms.total(params)
-        is_skipped = ~torch.isfinite(norm)
+        unscaled, found_inf = self._from_grad_scaler(device)
+        is_skipped = found_inf > 0
+        factor = unscaled
+        self.grad_norm = None
+        if self._needs_norm:
+            self.grad_norm = norm = self._norms.total(params) * unscaled
+            is_skipped = is_skipped | ~torch.isfinite(norm)
+            if self.max_grad_norm is not None:
+                factor = unscaled * torch.clamp(self.max_grad_norm / (norm + 1e-6), max=1.0)
         self.num_skipped_steps = self.num_skipped_steps.to(device) + is_skipped
-        factor = one if self.max_grad_norm is None else torch.clamp(self.max_grad_norm / (norm + 1e-6), max=1.0)
         return factor, is_skipped.float()
+
+    def _from_grad_scaler(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """1 / loss scale of gradients that are still scaled, and whether any is infinite: fp32 scalars on ``device``.
+
+        ``torch.amp.GradScaler`` sets both attributes around :meth:`step`.
+        """
+        scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        one, zero = torch.ones((), device=device), torch.zeros((), device=device)
+        if found_inf is None:
+            return one, zero
+        if scale is None:  # unscaled already, in a way that leaves no trace on the gradients
+            self._norms.forget()
+            return one, found_inf.to(device).float().squeeze()
+        return (1 / scale.double()).float().to(device).squeeze(), found_inf.to(device).float().squeeze()
 
     def _cohorts(self, members: list[_Member], skip: Tensor) -> dict[tuple[int, int], list[_Member]]:
         """Members by group and step count, which counts this step already.
@@ -273,7 +293,8 @@ class HybridAdamW8bit(torch.optim.Optimizer):
                 state.master.copy_(following(state.master, state.weight))
         if group["state"] == "fp32":
             for state in states:
-                _update_by_torch(state, group, None if self.max_grad_norm is None else factor, skip, step)
+                is_scaled = self.max_grad_norm is not None or getattr(self, "grad_scale", None) is not None
+                _update_by_torch(state, group, factor if is_scaled else None, skip, step)
             return
         beta1, beta2 = group["betas"]
         scalars = coefficients(

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lazysched.errors import UsageError
 from lazysched.optimizer_state import in_8bit
-from lazysched.runtime.hybrid8 import SMALLEST_EPSILON, BlockState, Fp32State, num_blocks
+from lazysched.runtime.hybrid8 import LARGEST_EPSILON, SMALLEST_EPSILON, BlockState, Fp32State, num_blocks
 
 ParamState = dict[str, Tensor]
 FORMATS = ("hybrid8", "fp32")
@@ -63,8 +63,8 @@ def check_options(group: dict[str, Any]) -> None:
             raise UsageError(f"{name}: {float(group[name])}; give a finite number of at least 0")
     if len(betas) != 2 or not all(0 <= float(beta) < 1 for beta in betas):
         raise UsageError(f"betas: {betas}; give two numbers of at least 0 and below 1")
-    if not SMALLEST_EPSILON <= group["eps"] < math.inf:
-        raise UsageError(f"eps: {group['eps']}; give a finite number of at least {SMALLEST_EPSILON}")
+    if not SMALLEST_EPSILON <= group["eps"] <= LARGEST_EPSILON:
+        raise UsageError(f"eps: {group['eps']}; give a number from {SMALLEST_EPSILON} to {LARGEST_EPSILON}")
     if group["state"] not in FORMATS:
         raise UsageError(f"state: {group['state']!r}; give one of {', '.join(FORMATS)}")
     for name in ("fp32_elements", "seed"):
@@ -90,7 +90,7 @@ def check_param(number: int, param: Tensor) -> None:
 
 
 def check_grad(number: int, param: Tensor) -> None:
-    """Refuse a gradient that is sparse or of another dtype than its parameter.
+    """Refuse a gradient that is sparse or of another shape or dtype than its parameter.
 
     Raises:
         UsageError: with the number of the parameter.
@@ -99,6 +99,9 @@ def check_grad(number: int, param: Tensor) -> None:
     assert grad is not None
     if grad.layout != torch.strided:
         raise UsageError(f"grad: that of parameter {number} has layout {grad.layout}; make it dense (sparse=False)")
+    if grad.shape != param.shape:
+        shapes = f"shape {tuple(grad.shape)}, the parameter {tuple(param.shape)}"
+        raise UsageError(f"grad: that of parameter {number} has {shapes}; run backward again")
     if grad.dtype != param.dtype:
         raise UsageError(f"grad: that of parameter {number} has dtype {grad.dtype}; convert it to {param.dtype}")
 

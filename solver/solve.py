@@ -142,6 +142,8 @@ class _Settings:
 
 
 def _update(max_grad_norm: float | None, check_finite: bool) -> Update:
+    if max_grad_norm is not None and not 0 < max_grad_norm < math.inf:
+        raise UsageError(f"max_grad_norm: {max_grad_norm} is not a positive number; give 0 to clip nothing")
     if max_grad_norm is not None and not check_finite:
         raise UsageError(
             f"check_finite: clipping to max_grad_norm {max_grad_norm} waits for the gradient norm, so that giving the "

@@ -32,10 +32,17 @@ Job::Job(const Tensor* first, int count, const Coefficients& coefficients, Updat
 }
 
 Pool::Pool(int num_threads) {
-  for (int i = 0; i < num_threads; ++i) threads_.emplace_back([this] { work(); });
+  try {
+    for (int i = 0; i < num_threads; ++i) threads_.emplace_back([this] { work(); });
+  } catch (...) {
+    stop();  // threads that run must be joined before their objects go
+    throw;
+  }
 }
 
-Pool::~Pool() {
+Pool::~Pool() { stop(); }
+
+void Pool::stop() {
   {
     std::lock_guard<std::mutex> lock(mutex_);
     stopping_ = true;

@@ -40,6 +40,7 @@ class Pool {
 
  private:
   void work();
+  void stop();
 
   std::mutex mutex_;
   std::condition_variable has_work_, progress_;

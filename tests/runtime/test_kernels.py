@@ -198,6 +198,8 @@ def test_memory_that_cannot_be_addressed_is_refused() -> None:
         CompiledUpdate([copy_of(state).__class__(**{**vars(state), "first": torch.zeros(1024, dtype=torch.int8)[::2]})])
     with pytest.raises(ValueError, match=r"coefficients: .* not fp32 on the CPU"):
         CompiledUpdate([state]).update(DECAYING.at(1, 0.7).double())
+    with pytest.raises(ValueError, match="threads 1, chunk_blocks 0: both must be at least 1"):
+        CompiledUpdate([state], threads=1, chunk_blocks=0)
     with pytest.raises(RuntimeError, match="'sse2' is not among those that run here"):
         CompiledUpdate([state], variant="sse2")
 

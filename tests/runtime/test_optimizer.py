@@ -349,3 +349,29 @@ def test_the_five_lines_of_the_readme() -> None:
     for param, start in zip(model.parameters(), before, strict=True):
         assert not torch.equal(optimizer.fp32_master(param), start)
         assert param.grad is None
+
+
+@devices
+@formats
+@pytest.mark.parametrize("unscales", [True, False])
+@pytest.mark.parametrize("bad", [None, math.inf])
+def test_a_grad_scaler_scales_nothing_but_the_loss(device: str, state: str, unscales: bool, bad: float | None) -> None:
+    """With and without ``unscale_``, which changes gradients without a trace; powers of two scale exactly."""
+    (params, plain), optimizers = (parameters(torch.float32, device) for _ in range(2)), []
+    optimizers = [make(each, state=state, max_grad_norm=1.0) for each in (params, plain)]
+    scaler = torch.amp.GradScaler(device, init_scale=2.0**12)
+    generator = torch.Generator().manual_seed(3)
+    inputs = [torch.randn(param.shape, generator=generator).to(device) for param in params]
+    if bad is not None:
+        inputs[2][1, 1] = bad
+    losses = [sum((p * x).sum() for p, x in zip(each, inputs, strict=True)) for each in (params, plain)]
+    scaler.scale(losses[0]).backward()
+    losses[1].backward()
+    if unscales:
+        scaler.unscale_(optimizers[0])
+    scaler.step(optimizers[0])
+    optimizers[1].step()
+    assert int(optimizers[0].num_skipped_steps) == int(optimizers[1].num_skipped_steps) == (bad is not None)
+    assert all(torch.equal(a, b) for a, b in zip(params, plain, strict=True))
+    if bad is None:
+        assert torch.equal(optimizers[0].grad_norm, optimizers[1].grad_norm)

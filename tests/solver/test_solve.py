@@ -231,6 +231,7 @@ class TestRefusals:
             ({"batch_size": 1, "time_limit_s": 0}, "time_limit_s: 0"),
             ({"batch_size": 1, "gap": 1.5}, "gap: 1.5"),
             ({"batch_size": 1, "optimizer_state": "int4"}, "optimizer_state: 'int4' is not known; use fp32 or hybrid8"),
+            ({"batch_size": 1, "max_grad_norm": float("inf")}, "max_grad_norm: inf is not a positive number; give 0"),
             ({"batch_size": 1, "check_finite": False}, "check_finite: clipping to max_grad_norm 1.0 waits"),
         ],
     )
