@@ -364,7 +364,7 @@ def test_a_grad_scaler_scales_nothing_but_the_loss(device: str, state: str, unsc
     inputs = [torch.randn(param.shape, generator=generator).to(device) for param in params]
     if bad is not None:
         inputs[2][1, 1] = bad
-    losses = [sum((p * x).sum() for p, x in zip(each, inputs, strict=True)) for each in (params, plain)]
+    losses = [torch.stack([(p * x).sum() for p, x in zip(each, inputs, strict=True)]).sum() for each in (params, plain)]
     scaler.scale(losses[0]).backward()
     losses[1].backward()
     if unscales:
