@@ -25,9 +25,9 @@ struct Scratch {
   alignas(64) float m[kBlock], s[kBlock], x[kBlock];  // s holds v between the first two passes
 };
 
-struct Maxima {
-  float first, second;
-  bool finite;
+struct Roots {
+  float most;
+  bool finite;  // and every master with them
 };
 
 template <bool kNarrow>
@@ -50,7 +50,7 @@ LAZYSCHED_INLINE float moments(const Block& b, const Coefficients& c, Scratch& s
 }
 
 template <bool kNarrow>
-LAZYSCHED_INLINE Maxima step(const Block& b, const Coefficients& c, Scratch& scratch) {
+LAZYSCHED_INLINE Roots step(const Block& b, const Coefficients& c, Scratch& scratch) {
   const F epsilon = set(c.epsilon), step_size = set(c.step_size), decay = set(b.decay);
   F most = set(0.0f), zero_if_finite = set(0.0f);
   for (int i = 0; i < kBlock; i += kLanes) {
@@ -65,7 +65,7 @@ LAZYSCHED_INLINE Maxima step(const Block& b, const Coefficients& c, Scratch& scr
     store(scratch.x + i, x);
   }
   const float sum = sum_of(zero_if_finite);
-  return {0.0f, max_of(most), sum == sum};
+  return {max_of(most), sum == sum};
 }
 
 template <bool kNarrow>
@@ -94,10 +94,10 @@ template <bool kNarrow>
 static void update_full_block(const Block& b, const Coefficients& c) {
   Scratch scratch;
   const float most_first = moments<kNarrow>(b, c, scratch);
-  const Maxima maxima = step<kNarrow>(b, c, scratch);
-  if (!maxima.finite) return portable::update_block<kNarrow>(b, c);
+  const Roots roots = step<kNarrow>(b, c, scratch);
+  if (!roots.finite) return portable::update_block<kNarrow>(b, c);
   const float first = most_first < kSmallestScale ? 0.0f : most_first;
-  const float second = maxima.second < kSmallestScale ? 0.0f : maxima.second;
+  const float second = roots.most < kSmallestScale ? 0.0f : roots.most;
   encode<kNarrow>(b, scratch, first, second);
   *b.first_scale = first;
   *b.second_scale = second * c.inverse_k;

@@ -4,7 +4,7 @@
 
 namespace lazysched {
 
-enum Variant : int { kPortable = 0, kAvx2 = 1, kAvx512 = 2, kNeon = 3, kNumVariants = 4 };
+enum Variant : int { kPortable = 0, kAvx2 = 1, kAvx512 = 2, kNeon = 3 };
 
 // Null where the variant does not exist or does not run on this processor.
 UpdateRange update_range_of(int variant);
