@@ -41,6 +41,14 @@ SHAPES: dict[str, dict[str, Any]] = {
         "hidden_size": 2048, "num_hidden_layers": 36, "num_attention_heads": 16, "num_key_value_heads": 2,
         "intermediate_size": 11008, "vocab_size": 151936, "tie_word_embeddings": True,
     },
+    "7b": {
+        "hidden_size": 3584, "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4,
+        "intermediate_size": 18944, "vocab_size": 152064, "tie_word_embeddings": False,
+    },
+    "14b": {
+        "hidden_size": 5120, "num_hidden_layers": 48, "num_attention_heads": 40, "num_key_value_heads": 8,
+        "intermediate_size": 13824, "vocab_size": 152064, "tie_word_embeddings": False,
+    },
     "smoke": {
         "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
         "intermediate_size": 128, "vocab_size": 512, "tie_word_embeddings": True,
@@ -58,14 +66,29 @@ class Case:
     shape: str
     batch_size: int
     seq_len: int
-    gpu_bytes: int | None
+    gpu_gb: int | None
     micro_batches: tuple[int, ...]
     num_steps: int = 10
+    chunk_tokens: int = 4096
+    """Tokens whose logits exist at once."""
+
+    @property
+    def gpu_bytes(self) -> int | None:
+        """GPU budget."""
+        return None if self.gpu_gb is None else self.gpu_gb * 10**9
 
 
 CASES = [
-    Case("3b_32x1k_20gb", "3b", 32, 1024, 20 * 10**9, (4, 8, 16)),
-    Case("3b_32x1k", "3b", 32, 1024, None, (8, 16)),
+    Case("7b_32x1k", "7b", 32, 1024, None, (8, 16, 32)),
+    Case("7b_8x1k", "7b", 8, 1024, None, (4, 8), num_steps=14),
+    Case("7b_32x1k_24gb", "7b", 32, 1024, 24, (8, 16)),
+    Case("7b_64x1k_24gb", "7b", 64, 1024, 24, (8, 16)),
+    Case("7b_144x1k_68gb", "7b", 144, 1024, 68, (8, 16), num_steps=8),
+    Case("7b_8x1k_24gb", "7b", 8, 1024, 24, (4, 8), num_steps=14),
+    Case("3b_32x1k", "3b", 32, 1024, None, (8, 16, 32)),
+    Case("3b_192x1k_68gb", "3b", 192, 1024, 68, (8, 16), num_steps=8),
+    Case("3b_32x1k_20gb", "3b", 32, 1024, 20, (8, 16)),
+    Case("14b_32x1k", "14b", 32, 1024, None, (8, 16)),
     Case("smoke", "smoke", 4, 32, None, (1, 2), num_steps=5),
 ]
 
@@ -77,7 +100,9 @@ def main() -> None:
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--smoke", action="store_true", help="the smallest case, nothing is saved")
     parser.add_argument("--host-memory-gb", type=float, default=None)
+    parser.add_argument("--profile", type=Path, default=None, help="use this profile of the case, measure none")
     parser.add_argument("--save-profile", type=Path, default=None)
+    parser.add_argument("--save-plan", type=Path, default=None)
     parser.add_argument("--results", type=Path, default=None, help="folder of step.json")
     arguments = parser.parse_args()
     case = next(case for case in CASES if case.name == ("smoke" if arguments.smoke else arguments.case))
@@ -92,15 +117,11 @@ def run(case: Case, arguments: argparse.Namespace) -> list[dict[str, object]]:
     """Profile, solve, train; the rows of the case."""
     device = torch.device(arguments.device)
     with tempfile.TemporaryDirectory() as folder:
-        config_path = Path(folder) / "config.json"
+        path = Path(folder) / "config.json"
         settings = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", **SHAPES[case.shape]}
-        config_path.write_text(json.dumps(settings))
-        started_s = time.perf_counter()
-        measured = profile(
-            str(config_path), device=arguments.device, seq_len=case.seq_len, micro_batches=case.micro_batches
-        )
-        profile_s = time.perf_counter() - started_s
-        config = resolve_model(str(config_path)).config
+        path.write_text(json.dumps(settings))
+        config = resolve_model(str(path)).config
+        measured, profile_s = profiled(case, path, arguments)
     if arguments.save_profile is not None:
         measured.save(arguments.save_profile)
     host_bytes = None if arguments.host_memory_gb is None else round(arguments.host_memory_gb * 1e9)
@@ -108,10 +129,24 @@ def run(case: Case, arguments: argparse.Namespace) -> list[dict[str, object]]:
         measured, batch_size=case.batch_size, gpu_memory_bytes=case.gpu_bytes, host_memory_bytes=host_bytes
     )
     print_solution(solution, measured, Console(width=120))
+    if arguments.save_plan is not None:
+        solution.plan.save(arguments.save_plan)
     figures = measure(case, solution.plan, config, measured, device)
     figures["profile_s"] = (profile_s, "s")
     command, where = f"python benchmarks/step.py --case {case.name}", measured.hardware_id
     return [make_row(case.name, metric, value, unit, where, command) for metric, (value, unit) in figures.items()]
+
+
+def profiled(case: Case, config_path: Path, arguments: argparse.Namespace) -> tuple[Profile, float | None]:
+    """The profile of the case, and the seconds that measuring took; None where it was read from a file."""
+    if arguments.profile is not None:
+        return Profile.load(arguments.profile), None
+    started_s = time.perf_counter()
+    measured = profile(
+        str(config_path), device=arguments.device, seq_len=case.seq_len, micro_batches=case.micro_batches,
+        loss_chunk_tokens=case.chunk_tokens,
+    )  # fmt: skip
+    return measured, time.perf_counter() - started_s
 
 
 def measure(

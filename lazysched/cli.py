@@ -102,6 +102,12 @@ def profile(
         list[int] | None, typer.Option(min=1, help="Rows that go through at once; repeat it for more sizes. [1 2 4]")
     ] = None,
     storage: Annotated[Path | None, typer.Option(help="Folder whose file speed to measure.")] = None,
+    compiled: Annotated[
+        bool | None,
+        typer.Option(
+            "--compile/--no-compile", help="Compile blocks and loss. [on a GPU: --compile]", show_default=False
+        ),
+    ] = None,
 ) -> None:
     """Measure what this machine does with MODEL."""
     _require_folder_of(output)
@@ -114,6 +120,7 @@ def profile(
         seq_len=seq_len,
         micro_batches=micro_batch or [1, 2, 4],
         storage_dir=None if storage is None else str(storage),
+        compiled=compiled,
     )
     measured.save(output)
     for warning in measured.doubts():

@@ -117,6 +117,10 @@ class Layout:
         """
         return self.plan.accumulation > 1 or not stage.is_block
 
+    def adding_bytes(self, stage: Stage, micro_batch: int) -> int:
+        """Traffic inside GPU memory when a block's backward adds its gradients to where they are summed."""
+        return adding_bytes(self.elements(stage), self.element_bytes, micro_batch, self.plan.accumulation)
+
     def accumulator(self, stage: Stage) -> str:
         """Buffer id of the accumulator that the stage's backward adds to."""
         if stage.is_block:
@@ -126,6 +130,16 @@ class Layout:
     def outgoing_bytes(self) -> int:
         """Size of one slot for what leaves to, or comes back from, the host."""
         return max((self.offloaded_bytes(stage) for stage in self.blocks), default=0)
+
+
+def adding_bytes(elements: int, element_bytes: int, micro_batch: int, accumulation: int) -> int:
+    """Bytes read and written when the gradients of a block's ``micro_batch``-th backward are added up.
+
+    The only one, and the first, are copied; with accumulation the sum is fp32.
+    """
+    if accumulation == 1:
+        return 2 * element_bytes * elements
+    return (element_bytes + MASTER_BYTES * (1 if micro_batch == 0 else 2)) * elements
 
 
 def gpu_update_working_bytes(elements: int, state_format: StateFormat) -> int:

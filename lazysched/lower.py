@@ -256,7 +256,7 @@ class _Lowering:
             reads.append(self._fetched(self.fetch_index[stage.id, m]))
         self._emit(
             f"backward/{stage.id}/{m}", "backward", "compute", stage=stage.id, phase="backward", micro_batch=m,
-            cost=("variant", stage.structure, variant.name, "backward"),
+            cost=("variant", stage.structure, variant.name, "backward"), num_bytes=layout.adding_bytes(stage, m),
             working_bytes=variant.working_backward_bytes,
             reads=tuple(reads), writes=(f"gpu/hidden_grad/{m}", self._gradient_target(stage)),
         )  # fmt: skip

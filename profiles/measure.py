@@ -15,6 +15,7 @@ import transformers
 from transformers import PretrainedConfig
 
 from lazysched.errors import RunError, UsageError
+from lazysched.profiles.attention import AttentionChoice, fastest_attention
 from lazysched.profiles.files import check_folder, measure_storage
 from lazysched.profiles.links import measure_copies
 from lazysched.profiles.stages import StageMeasurements, measure_stages
@@ -39,6 +40,7 @@ class _Settings:
     chunk_tokens: int
     folder: Path | None
     repeats: int | None
+    compiled: bool
 
 
 def profile(
@@ -51,6 +53,7 @@ def profile(
     storage_dir: str | None = None,
     loss_chunk_tokens: int = 1024,
     repeats: int | None = None,
+    compiled: bool | None = None,
 ) -> Profile:
     """Measure what ``model`` takes on this machine; its weights are never read, random ones stand in for them.
 
@@ -63,12 +66,13 @@ def profile(
         storage_dir: an existing folder whose disk is measured as tier ``nvme``.
         loss_chunk_tokens: tokens whose logits exist at once in the head.
         repeats: timed repeats of each figure; None chooses by the time one takes.
+        compiled: whether blocks and loss are compiled, which offers more save variants; None: on a GPU.
 
     Raises:
         UsageError: an argument is wrong, or the model is not found or not supported.
         RunError: no micro-batch fits, or host memory or storage does not suffice.
     """
-    settings = _checked(device, dtype, seq_len, micro_batches, storage_dir, loss_chunk_tokens, repeats)
+    settings = _checked(device, dtype, seq_len, micro_batches, storage_dir, loss_chunk_tokens, repeats, compiled)
     config = resolve_model(model).config
     longest = getattr(config, "max_position_embeddings", None)
     if longest is not None and seq_len > longest:
@@ -86,6 +90,7 @@ class _Profiling:
         self.model_id, self.stages = "", list[Stage]()
         self.variants: dict[str, dict[int, list[SaveVariant]]] = {}
         self.fragmentation, self.peak_bytes = 0.0, 0
+        self.attention = AttentionChoice("default", "")
 
     def run(self) -> Profile:
         settings, device = self.settings, self.device
@@ -98,11 +103,13 @@ class _Profiling:
         links = measure_copies(device, host_limit_bytes, settings.repeats)
         storage = measure_storage(settings.folder, settings.repeats)
         links |= storage.links
+        self.notes["attention"] = self.attention.note
         if storage.note:
             self.notes["nvme"] = storage.note
         return Profile(
             hardware_id=identity, model_id=self.model_id, device=_device_type(device), compute_dtype=settings.dtype,
-            seq_len=settings.seq_len, loss_chunk_tokens=settings.chunk_tokens, stages=self.stages,
+            seq_len=settings.seq_len, loss_chunk_tokens=settings.chunk_tokens,
+            attention=self.attention.backend, stages=self.stages,
             variants=self.variants, links=links, update=update,
             total_bytes={**total_bytes, "nvme": storage.total_bytes},
             free_bytes={**free_bytes, "nvme": storage.free_bytes},
@@ -126,14 +133,18 @@ class _Profiling:
         )
 
     def _measure_micro_batches(self) -> None:
-        for micro_batch in self.settings.micro_batches:
-            measured = self._measure_stages(micro_batch)
+        """The largest first: it is where all variants are measured."""
+        reference: StageMeasurements | None = None
+        for micro_batch in reversed(self.settings.micro_batches):
+            measured = self._measure_stages(micro_batch, reference)
             _free_memory(self.device)
             if measured is None:
                 self.notes[f"micro_batch.{micro_batch}"] = "left out: its stages do not fit the GPU's memory"
                 continue
+            reference = reference or measured
+            self.notes |= measured.notes
             for structure, variants in measured.variants.items():
-                self.variants.setdefault(structure, {})[micro_batch] = variants
+                self.variants[structure] = {micro_batch: variants} | self.variants.get(structure, {})
             if measured.peak_bytes > self.peak_bytes:
                 self.fragmentation, self.peak_bytes = measured.fragmentation, measured.peak_bytes
         if not self.variants:
@@ -142,13 +153,19 @@ class _Profiling:
                 f"fit the GPU's memory; use a smaller --micro-batch or --seq-len"
             )
 
-    def _measure_stages(self, micro_batch: int) -> StageMeasurements | None:
+    def _measure_stages(self, micro_batch: int, reference: StageMeasurements | None) -> StageMeasurements | None:
         """Figures of one micro-batch, None where the GPU is too small for it."""
         settings = self.settings
         try:
             model = Model(self.config, settings.dtype, self.device, micro_batch=micro_batch, seq_len=settings.seq_len)
             self.model_id, self.stages = model.model_id, model.stages
-            return measure_stages(model, micro_batch, settings.seq_len, settings.chunk_tokens, settings.repeats)
+            if reference is None:
+                self.attention = fastest_attention(model)
+            model.use_attention(self.attention.backend)
+            return measure_stages(
+                model, micro_batch, settings.seq_len, settings.chunk_tokens, settings.repeats, settings.compiled,
+                reference,
+            )  # fmt: skip
         except torch.OutOfMemoryError:
             return None
 
@@ -162,7 +179,7 @@ def _free_memory(device: torch.device) -> None:
 
 def _checked(
     device: str | None, dtype: str | None, seq_len: int, micro_batches: Sequence[int], storage_dir: str | None,
-    chunk_tokens: int, repeats: int | None,
+    chunk_tokens: int, repeats: int | None, compiled: bool | None,
 ) -> _Settings:  # fmt: skip
     if device not in {None, "cuda", "cpu"}:
         raise UsageError(f"device: {device!r} is not known; use cuda or cpu")
@@ -177,7 +194,10 @@ def _checked(
         if value < 1:
             raise UsageError(f"{field}: {value} is not positive; use 1 or more")
     rows = tuple(sorted(set(micro_batches)))
-    return _Settings(chosen, _dtype(dtype or default), seq_len, rows, chunk_tokens, check_folder(storage_dir), repeats)
+    return _Settings(
+        chosen, _dtype(dtype or default), seq_len, rows, chunk_tokens, check_folder(storage_dir), repeats,
+        chosen.type == "cuda" if compiled is None else compiled,
+    )  # fmt: skip
 
 
 def _dtype(name: str) -> Dtype:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 
+from lazysched.errors import RunError
 from lazysched.layout import MASTER_BYTES
+from lazysched.profiles.attention import representatives
 from lazysched.profiles.clock import num_repeats, stopwatch, synchronize, timing, wall_s
 from lazysched.profiles.live_bytes import memory_meter
 from lazysched.profiles.random_data import random_normal, random_tokens, random_weights
+from lazysched.profiles.variants import UNCOMPILED, Wanted, candidates, interpolated, kept_bytes, worth_keeping
 from lazysched.runtime.blocks import add_gradients
 from lazysched.runtime.ends import Gradients
 from lazysched.runtime.flat import aligned, flat_views
@@ -43,19 +47,29 @@ class StageMeasurements:
     """What one micro-batch of a model was measured to do.
 
     Attributes:
-        variants: structure -> its variants.
+        micro_batch: rows that went through at once.
+        variants: structure -> its variants, those of a block in order of what they keep, most first.
         fragmentation: reserved over allocated GPU bytes, minus 1, in the block run that took most; 0 on a CPU.
         peak_bytes: allocated GPU bytes of that run.
+        notes: what went otherwise than wanted.
     """
 
+    micro_batch: int
     variants: dict[str, list[SaveVariant]]
     fragmentation: float
     peak_bytes: int
+    notes: dict[str, str]
 
 
-def measure_stages(model: Model, micro_batch: int, seq_len: int, chunk_tokens: int, repeats: int | None) -> (
-    StageMeasurements
-):  # fmt: skip
+def measure_stages(
+    model: Model,
+    micro_batch: int,
+    seq_len: int,
+    chunk_tokens: int,
+    repeats: int | None,
+    compiled: bool,
+    reference: StageMeasurements | None = None,
+) -> StageMeasurements:
     """Measure one stage of every structure of ``model``.
 
     Args:
@@ -64,34 +78,37 @@ def measure_stages(model: Model, micro_batch: int, seq_len: int, chunk_tokens: i
         seq_len: tokens of a row.
         chunk_tokens: tokens whose logits exist at once in the head.
         repeats: timed repeats of each figure; None chooses by the time one takes.
+        compiled: whether blocks and loss are compiled.
+        reference: of another micro-batch. Then of the compiled variants only those that keep most and least are
+            measured, and the others are interpolated.
 
     Raises:
         torch.OutOfMemoryError: the GPU is too small for this micro-batch.
     """
-    return _Measuring(model, micro_batch, seq_len, chunk_tokens, repeats).run()
+    return _Measuring(model, micro_batch, seq_len, chunk_tokens, repeats, compiled, reference).run()
 
 
 class _Measuring:
-    def __init__(self, model: Model, micro_batch: int, seq_len: int, chunk_tokens: int, repeats: int | None) -> None:
+    def __init__(
+        self, model: Model, micro_batch: int, seq_len: int, chunk_tokens: int, repeats: int | None, compiled: bool,
+        reference: StageMeasurements | None,
+    ) -> None:  # fmt: skip
         self.model, self.device = model, model.device
         self.chunk_tokens, self.repeats = chunk_tokens, repeats
+        self.compiled, self.reference = compiled, reference
         self.rows = (micro_batch, seq_len)
         self.vocabulary = next(iter(model.stages[0].params.values()))[0]
         self.fragmentation, self.peak_bytes = 0.0, 0
+        self.notes: dict[str, str] = {}
 
     def run(self) -> StageMeasurements:
         embed, head = self.model.stages[0], self.model.stages[-1]
         hidden_shape, embed_pass = self._embed_pass(embed)
         variants = {embed.structure: [self._variant("all", {}, embed_pass)]}
-        for stage in self._representatives():
-            variants[stage.structure] = [self._block_variant(stage, hidden_shape, keep) for keep in (True, False)]
-        variants[head.structure] = [self._variant("all", {}, self._head_pass(embed, head, hidden_shape))]
-        return StageMeasurements(variants, self.fragmentation, self.peak_bytes)
-
-    def _representatives(self) -> Iterator[Stage]:
-        """The first block of each structure."""
-        first = {stage.structure: stage for stage in reversed(self.model.stages) if stage.is_block}
-        return (stage for stage in self.model.stages if first.get(stage.structure) is stage)
+        for stage in representatives(self.model.stages):
+            variants[stage.structure] = self._block_variants(stage, hidden_shape)
+        variants[head.structure] = [self._head_variant(embed, head, hidden_shape)]
+        return StageMeasurements(self.rows[0], variants, self.fragmentation, self.peak_bytes, self.notes)
 
     # ---- what runs
 
@@ -114,31 +131,66 @@ class _Measuring:
 
         return hidden.shape, Pass(forward, backward, lambda kept: kept[0].nbytes)
 
-    def _block_variant(self, stage: Stage, hidden_shape: torch.Size, keep: bool) -> SaveVariant:
+    def _block_variants(self, stage: Stage, hidden_shape: torch.Size) -> list[SaveVariant]:
+        """All variants of a structure, compiled ones where that is wanted and works."""
+        if self.compiled:
+            try:
+                return self._compiled_variants(stage, hidden_shape)
+            except RunError as error:
+                self.notes[f"compile.{stage.structure}"] = f"blocks run uncompiled: {error}"
+        return [self._block_variant(stage, hidden_shape, wanted) for wanted in UNCOMPILED]
+
+    def _compiled_variants(self, stage: Stage, hidden_shape: torch.Size) -> list[SaveVariant]:
+        joint = self.model.joint_graph(stage)
+
+        reference = self.reference.variants[stage.structure] if self.reference else []
+        if not reference or not reference[0].compiled:
+            wanted = candidates(joint.kept, math.prod(self.rows))
+            return worth_keeping([self._block_variant(stage, hidden_shape, each) for each in wanted])
+        extremes = [
+            self._block_variant(stage, hidden_shape, Wanted(v.name, v.budget, "intermediates" in v.saved))
+            for v in (reference[0], reference[-1])[: len(reference)]
+        ]
+        ends, name = (extremes[0], extremes[-1]), f"micro-batch {self.reference.micro_batch}" if self.reference else ""
+        between = [
+            interpolated(v, reference, ends, kept_bytes(joint.kept(v.budget or 0.0)), stage.weight_bytes, name)
+            for v in reference[1:-1]
+        ]
+        return [extremes[0], *between, *extremes[1:]]
+
+    def _block_variant(self, stage: Stage, hidden_shape: torch.Size, wanted: Wanted) -> SaveVariant:
         self._begin_run()
+        form = self.model.block_form(stage, wanted.budget, wanted.keep)
         template, arguments = self.model.templates[stage.structure], self.model.arguments(stage)
         weights = random_weights(stage, self.model.dtype, self.device)
-        accumulator = self._accumulator(stage)
         hidden = random_normal(hidden_shape, self.model.dtype, self.device)
         output_grad = random_normal(hidden_shape, self.model.dtype, self.device, OUTPUT_GRAD_SCALE)
 
         def forward() -> tuple[torch.Tensor, Saved]:
             template.bind(weights, stage)
-            return template.forward(hidden, arguments, keep)
+            return form.forward(hidden, arguments)
 
         def backward(kept: tuple[torch.Tensor, Saved]) -> torch.Tensor:
             template.bind(weights, stage)
-            hidden_grad, grads = template.backward(kept[1], arguments, output_grad)
-            add_gradients(self._views(accumulator, stage), grads, first=False)
-            return hidden_grad
+            return form.backward(kept[1], arguments, output_grad)[0]
 
         saved = {"input": aligned(hidden.nbytes)}
-        if keep:
+        if wanted.keep:
             saved["intermediates"] = forward()[1].kept.intermediate_bytes
         block_pass = Pass(forward, backward, lambda kept: kept[0].nbytes + sum(kept[1].kept.sizes))
-        variant = self._variant("all" if keep else "input", saved, block_pass)
+        variant = self._variant(wanted.name, saved, block_pass, wanted.budget)
         self._end_run()
         return variant
+
+    def _head_variant(self, embed: Stage, head: Stage, hidden_shape: torch.Size) -> SaveVariant:
+        if self.compiled:
+            try:
+                self.model.compile_loss(self.chunk_tokens)
+            except RunError as error:
+                self.compiled = False
+                self.notes["compile.head"] = f"the loss runs uncompiled: {error}"
+        head_pass = self._head_pass(embed, head, hidden_shape)
+        return self._variant("all", {}, head_pass, compiled=self.compiled)
 
     def _head_pass(self, embed: Stage, head: Stage, hidden_shape: torch.Size) -> Pass:
         ends = self.model.ends
@@ -180,7 +232,9 @@ class _Measuring:
 
     # ---- measuring
 
-    def _variant(self, name: str, saved: dict[str, int], stage_pass: Pass) -> SaveVariant:
+    def _variant(
+        self, name: str, saved: dict[str, int], stage_pass: Pass, budget: float | None = None, *, compiled: bool = False
+    ) -> SaveVariant:
         if self.device.type == "cuda":
             stage_pass.backward(stage_pass.forward())  # libraries take their workspaces now, outside the figures
         working_bytes: list[int] = []
@@ -191,7 +245,7 @@ class _Measuring:
             backward.lap(partial(stage_pass.backward, kept))
             del kept
         return SaveVariant(
-            name=name, saved=saved, forward=timing(forward.durations_s()), backward=timing(backward.durations_s()),
+            name=name, compiled=compiled or budget is not None, budget=budget, saved=saved, forward=timing(forward.durations_s()), backward=timing(backward.durations_s()),
             working_forward_bytes=working_bytes[0], working_backward_bytes=working_bytes[1],
         )  # fmt: skip
 

@@ -159,6 +159,11 @@ class Calls:
     Args:
         architecture: embedding bound to real weights, buffers on ``device``.
         seq_len: tokens of a row; the recorded arguments hold for this length and ``micro_batch`` rows.
+
+    Attributes:
+        arguments: keyword arguments of each block.
+        constants: storage addresses of the tensors among them.
+        hidden_shape: of a block's input, [rows, tokens, hidden].
     """
 
     def __init__(self, architecture: Architecture, micro_batch: int, seq_len: int, device: torch.device) -> None:
@@ -173,6 +178,7 @@ class Calls:
         handle = architecture.embedding.register_forward_hook(keep)
         first = self._run(ids)
         handle.remove()
+        self.hidden_shape = first.shape
         self._embedding_alone = len(embedded) == 1 and first is embedded[0]
         self.constants = {t.untyped_storage().data_ptr() for a in self.arguments for t in _tensors(a)}
 

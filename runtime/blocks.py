@@ -1,17 +1,22 @@
-"""Stateless block templates: one module per block structure, bound to a stage's weights whenever it runs."""
+"""Stateless block templates: one module per block structure, bound to a stage's weights whenever it runs.
+
+A template runs in one of several forms, one for each save variant of a plan: uncompiled here, compiled in
+``lazysched.runtime.compiled``.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
+from lazysched.runtime.attention import attention
 from lazysched.runtime.flat import flat_views
 from lazysched.runtime.saved import Graph, Kept, Packing, Saved
 from lazysched.runtime.skeleton import replace_with_placeholders
-from lazysched.schemas import Stage
+from lazysched.schemas import AttentionBackend, Stage
 
 
 class BlockTemplate:
@@ -21,45 +26,54 @@ class BlockTemplate:
         module: a block of the structure, its parameters without storage.
         element_bytes: of the computing dtype.
         constants: storage addresses of tensors that every call shares.
+
+    Attributes:
+        params: the module's parameters, in the order of the flat store.
+        buffers: name -> the module's buffers.
+        weights: the flat store that is bound.
+        views: the parameters in it.
+        attention: the kernel of torch's attention that uncompiled code runs.
     """
 
     def __init__(self, module: nn.Module, element_bytes: int, constants: set[int], device: torch.device) -> None:
         self.module = module
         self.params = list(replace_with_placeholders(module, device).values())
+        self.buffers = dict(module.named_buffers())
+        self.constants = constants | {buffer.untyped_storage().data_ptr() for buffer in self.buffers.values()}
+        self.weights = torch.empty(0)
+        self.views: list[torch.Tensor] = []
+        self.attention: AttentionBackend = "default"
         self._element_bytes = element_bytes
-        self._constants = constants
-        self._weights = torch.empty(0)
 
     def bind(self, weights: torch.Tensor, stage: Stage) -> None:
         """Use ``weights``, the stage's flat store [elements], until bound again."""
-        views = flat_views(weights, stage, self._element_bytes).values()
-        for param, view in zip(self.params, views, strict=True):
+        self.views = list(flat_views(weights, stage, self._element_bytes).values())
+        for param, view in zip(self.params, self.views, strict=True):
             param.data = view
-        self._weights = weights
+        self.weights = weights
 
     def run(self, hidden: torch.Tensor, arguments: dict[str, Any]) -> torch.Tensor:
         """Output of the block, [rows, tokens, hidden]."""
-        output = self.module(hidden, **arguments)
+        with attention(self.attention):
+            output = self.module(hidden, **arguments)
         return output[0] if isinstance(output, tuple) else output
 
-    def forward(self, hidden: torch.Tensor, arguments: dict[str, Any], keep: bool) -> tuple[torch.Tensor, Saved]:
-        """Run the block and keep its input and, with ``keep``, what its backward needs.
+
+class BlockForm(Protocol):
+    """A block in one save variant; its template is bound to the stage's weights whenever it runs."""
+
+    def forward(self, hidden: torch.Tensor, arguments: dict[str, Any]) -> tuple[torch.Tensor, Saved]:
+        """Run the block and keep its input and what its backward needs.
 
         Args:
             hidden: [rows, tokens, hidden].
             arguments: what the model passes to this block.
-            keep: whether to keep intermediates; otherwise the backward runs the block again.
         """
-        if not keep:
-            with torch.no_grad():
-                return self.run(hidden, arguments), Saved(Kept(hidden), hidden.shape)
-        leaf = hidden.detach().requires_grad_()
-        kept = Kept(hidden)
-        packing = Packing(kept, self._weights, hidden, self._constants)
-        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(packing.pack, packing.unpack):
-            output = self.run(leaf, arguments)
-        graph = Graph(torch.autograd.graph.get_gradient_edge(output), leaf, packing)
-        return output.detach(), Saved(kept, hidden.shape, graph)
+        ...
+
+    def evaluate(self, hidden: torch.Tensor, arguments: dict[str, Any]) -> torch.Tensor:
+        """Run the block, keep nothing."""
+        ...
 
     def backward(
         self, saved: Saved, arguments: dict[str, Any], output_grad: torch.Tensor
@@ -71,16 +85,48 @@ class BlockTemplate:
             arguments: as in the forward.
             output_grad: [rows, tokens, hidden].
         """
-        if saved.graph is not None:
-            saved.graph.packing.bind(self._weights)
+        ...
+
+
+class EagerForm:
+    """Runs the template's own code; with ``keep`` autograd keeps all it wants, otherwise the backward runs it again."""
+
+    def __init__(self, template: BlockTemplate, keep: bool) -> None:
+        self._template, self._keep = template, keep
+
+    def forward(self, hidden: torch.Tensor, arguments: dict[str, Any]) -> tuple[torch.Tensor, Saved]:
+        """Run the block under autograd, or without it where the backward will run it again."""
+        template = self._template
+        if not self._keep:
+            return self.evaluate(hidden, arguments), Saved(Kept(hidden), hidden.shape)
+        leaf = hidden.detach().requires_grad_()
+        kept = Kept(hidden)
+        packing = Packing(kept, template.weights, hidden, template.constants)
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(packing.pack, packing.unpack):
+            output = template.run(leaf, arguments)
+        graph = Graph(torch.autograd.graph.get_gradient_edge(output), leaf, packing)
+        return output.detach(), Saved(kept, hidden.shape, graph)
+
+    def evaluate(self, hidden: torch.Tensor, arguments: dict[str, Any]) -> torch.Tensor:
+        """Run the block, keep nothing."""
+        with torch.no_grad():
+            return self._template.run(hidden, arguments)
+
+    def backward(
+        self, saved: Saved, arguments: dict[str, Any], output_grad: torch.Tensor
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Gradients of input and parameters, through the kept graph or one made now."""
+        if isinstance(saved.graph, Graph):
+            saved.graph.packing.bind(self._template.weights)
             output, leaf = saved.graph.output, saved.graph.leaf
             saved.graph = None
         else:
             assert saved.kept.input is not None
             leaf = saved.kept.input.detach().requires_grad_()
             with torch.enable_grad():
-                output = self.run(leaf, arguments)
-        grads = torch.autograd.grad([output], [leaf, *self.params], [output_grad], materialize_grads=True)
+                output = self._template.run(leaf, arguments)
+        wanted = [leaf, *self._template.params]
+        grads = torch.autograd.grad([output], wanted, [output_grad], materialize_grads=True)
         return grads[0], list(grads[1:])
 
 

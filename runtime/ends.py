@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +14,9 @@ from lazysched.runtime.architecture import Architecture, Calls
 from lazysched.runtime.flat import flat_views
 from lazysched.runtime.skeleton import replace_with_placeholders
 from lazysched.schemas import Stage
+
+if TYPE_CHECKING:
+    from lazysched.runtime.compiled_loss import CompiledLoss
 
 IGNORED_LABEL = -100
 
@@ -37,6 +40,7 @@ class Ends:
         self.head_params = self.norm_params + ([] if architecture.tied else output_params)
         self.shared_params = output_params if architecture.tied else []
         self._output_params = output_params
+        self._compiled: dict[int, CompiledLoss] = {}
         setattr(architecture.model, architecture.model.base_model_prefix, _Body())
 
     def bind_embed(self, weights: torch.Tensor, stage: Stage) -> None:
@@ -96,16 +100,43 @@ class Ends:
         grads = flat_grad.split(chunk_tokens)
         chunks = zip(flat.split(chunk_tokens), targets.flatten().split(chunk_tokens), grads, strict=True)
         for part, part_targets, part_grad in chunks:
-            part.requires_grad_()
-            with torch.enable_grad():
-                loss = self._chunk_loss(part, part_targets, scale)
-            found = torch.autograd.grad([loss], [part, *self._output_params])
-            part_grad.copy_(found[0])
-            sums.add_output(found[1:])
-            total += loss.detach()
+            loss, found, output_grads = self._chunk_gradient(part, part_targets, scale)
+            part_grad.copy_(found)
+            sums.add_output(output_grads)
+            del found, output_grads  # a chunk's gradients are as large as the vocabulary
+            total += loss
         hidden_grad, *norm_grads = torch.autograd.grad([normed], [leaf, *self.norm_params], [flat_grad.view_as(normed)])
         sums.add_norm(norm_grads)
         return total, hidden_grad
+
+    def compile_loss(self, sizes: Collection[int], shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> None:
+        """From now on, run chunks of these numbers of tokens through one compiled graph of loss and gradient each.
+
+        Args:
+            sizes: numbers of tokens.
+            shapes: of the output embedding's parameters, the first of them [vocabulary, hidden].
+            dtype: of hidden states and parameters.
+        """
+        from lazysched.runtime.compiled_loss import CompiledLoss
+
+        model, device = self.architecture.model, self._output_params[0].device
+        names = {id(param): name for name, param in model.named_parameters()}
+        output_names = [names[id(param)] for param in self._output_params]
+        for size in sizes:
+            chunk = (size, shapes[0][-1])
+            self._compiled[size] = CompiledLoss(model, output_names, shapes, chunk, dtype, device)
+
+    def _chunk_gradient(
+        self, normed: torch.Tensor, targets: torch.Tensor, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor, Sequence[torch.Tensor]]:
+        """Loss of one chunk, its gradient with respect to ``normed`` and to the output embedding's parameters."""
+        if len(normed) in self._compiled:
+            return self._compiled[len(normed)].run(normed, self._output_params, targets, scale)
+        normed.requires_grad_()
+        with torch.enable_grad():
+            loss = self._chunk_loss(normed, targets, scale)
+        grad, *output_grads = torch.autograd.grad([loss], [normed, *self._output_params])
+        return loss.detach(), grad, output_grads
 
     def _chunk_loss(self, normed: torch.Tensor, targets: torch.Tensor, scale: float) -> torch.Tensor:
         logits = self.logits(normed).float()

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import PretrainedConfig
 
+from lazysched.errors import RunError
 from lazysched.runtime.architecture import Architecture, Calls
-from lazysched.runtime.blocks import BlockTemplate
+from lazysched.runtime.attention import attention
+from lazysched.runtime.blocks import BlockForm, BlockTemplate, EagerForm
+from lazysched.runtime.compiled import CompiledForm
 from lazysched.runtime.ends import Ends
 from lazysched.runtime.skeleton import move_buffers
-from lazysched.schemas import BYTES_PER_ELEMENT, Dtype, Stage
+from lazysched.schemas import BYTES_PER_ELEMENT, AttentionBackend, Dtype, SaveVariant, Stage
+
+if TYPE_CHECKING:  # it imports Inductor, which takes seconds and is not needed where nothing is compiled
+    from lazysched.runtime.graphs import JointGraph, SplitGraph
 
 
 class Model:
@@ -25,8 +34,9 @@ class Model:
     """
 
     def __init__(
-        self, config: PretrainedConfig, compute_dtype: Dtype, device: torch.device, *, micro_batch: int, seq_len: int
-    ) -> None:
+        self, config: PretrainedConfig, compute_dtype: Dtype, device: torch.device, *, micro_batch: int, seq_len: int,
+        attention_backend: AttentionBackend = "default",
+    ) -> None:  # fmt: skip
         architecture = Architecture(config)
         self.dtype: torch.dtype = getattr(torch, compute_dtype)
         self.device = device
@@ -42,6 +52,15 @@ class Model:
             for structure, module in first.items()
         }
         self.initialise_module = architecture.model._init_weights
+        self.use_attention(attention_backend)
+        self._joints: dict[str, JointGraph] = {}
+        self._forms: dict[tuple[str, float | None, bool], BlockForm] = {}
+
+    def use_attention(self, backend: AttentionBackend) -> None:
+        """Run and trace blocks with this kernel of torch's attention; forms built before keep theirs."""
+        self._attention: AttentionBackend = backend
+        for template in self.templates.values():
+            template.attention = backend
 
     def _record(self, architecture: Architecture, micro_batch: int, seq_len: int) -> Calls:
         # Only row 0 is looked up, so one row that repeats stands for the whole matrix.
@@ -52,3 +71,71 @@ class Model:
     def arguments(self, stage: Stage) -> dict[str, Any]:
         """What the model passes to the block ``stage`` beside the hidden states."""
         return self.calls.arguments[int(stage.id.removeprefix("block."))]
+
+    def form(self, stage: Stage, variant: SaveVariant) -> BlockForm:
+        """The block ``stage`` in the form of ``variant``, built at its first use.
+
+        Raises:
+            RunError: its graph cannot be compiled here.
+        """
+        return self.block_form(stage, variant.budget if variant.compiled else None, set(variant.saved) != {"input"})
+
+    def block_form(self, stage: Stage, budget: float | None, keep: bool) -> BlockForm:
+        """The same by what makes a form: the budget of its compiled graph, or None, and whether it keeps anything."""
+        key = (stage.structure, budget, keep)
+        if key not in self._forms:
+            template = self.templates[stage.structure]
+            if budget is None:
+                self._forms[key] = EagerForm(template, keep)
+            else:
+                self._forms[key] = CompiledForm(template, self._compiled(stage, budget))
+        return self._forms[key]
+
+    def joint_graph(self, stage: Stage) -> JointGraph:
+        """Forward and backward of the block ``stage``, traced at the first call for its structure.
+
+        Raises:
+            RunError: it cannot be traced.
+        """
+        from lazysched.runtime.graphs import JointGraph
+
+        if stage.structure not in self._joints:
+            shapes, module = list(stage.params.values()), self.templates[stage.structure].module
+            with _explained(stage), attention(self._attention):
+                self._joints[stage.structure] = JointGraph(
+                    module, shapes, self.calls.hidden_shape, self.arguments(stage), self.dtype, self.device
+                )
+        return self._joints[stage.structure]
+
+    def compile_loss(self, chunk_tokens: int) -> None:
+        """Compile the loss and its gradient for chunks of ``chunk_tokens``.
+
+        Raises:
+            RunError: it cannot be compiled here.
+        """
+        num_tokens = math.prod(self.calls.hidden_shape[:-1])
+        sizes = {min(chunk_tokens, num_tokens), num_tokens % chunk_tokens} - {0}
+        embed, head = self.stages[0], self.stages[-1]
+        own = list(head.params.values())[len(self.ends.norm_params) :]
+        with _explained(head):
+            self.ends.compile_loss(sizes, own or list(embed.params.values()), self.dtype)
+
+    def _compiled(self, stage: Stage, budget: float) -> SplitGraph:
+        joint = self.joint_graph(stage)
+        with _explained(stage):
+            return joint.compile(budget)
+
+
+@contextmanager
+def _explained(stage: Stage) -> Iterator[None]:
+    """One line for whatever goes wrong inside the compiler."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+        raise RunError(
+            f"{stage.id}: it cannot be compiled ({type(error).__name__}: {reason}); profile with --no-compile "
+            f"and solve again"
+        ) from error

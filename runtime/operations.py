@@ -12,7 +12,7 @@ import torch
 from lazysched.errors import RunError
 from lazysched.layout import SCALE_ELEMENTS, TOTAL_ELEMENTS, Layout
 from lazysched.runtime.batch import Batch
-from lazysched.runtime.blocks import BlockTemplate, add_gradients
+from lazysched.runtime.blocks import BlockForm, add_gradients
 from lazysched.runtime.buffers import Buffers
 from lazysched.runtime.ends import Gradients
 from lazysched.runtime.flat import aligned, flat_views
@@ -102,10 +102,9 @@ class Operations:
         batch = self._buffers["gpu/batch"].view(2, plan.accumulation, plan.micro_batch, plan.seq_len)
         return batch[index, micro_batch]
 
-    def _bound_template(self, op: Op, stage: Stage) -> BlockTemplate:
-        template = self._model.templates[stage.structure]
-        template.bind(self._buffers[_only(op.reads, "gpu/weights/")], stage)
-        return template
+    def _bound_form(self, op: Op, stage: Stage) -> BlockForm:
+        self._model.templates[stage.structure].bind(self._buffers[_only(op.reads, "gpu/weights/")], stage)
+        return self._model.form(stage, self._layout.variants[stage.id])
 
     # ---- copies
 
@@ -140,12 +139,13 @@ class Operations:
             hidden, self._edges[m] = self._model.ends.embed(self._model.calls, self._rows(0, m))
             self._hidden[op.writes[0]] = hidden
             return
-        template, source = self._bound_template(op, stage), _only(op.reads, "gpu/input/")
-        keep = context.training and bool(self._plan.stages[stage.id].saved_tiers)
-        hidden, saved = template.forward(self._hidden.pop(source), self._model.arguments(stage), keep)
-        self._hidden[op.writes[0]] = hidden
+        form, source = self._bound_form(op, stage), _only(op.reads, "gpu/input/")
+        arguments = self._model.arguments(stage)
         if context.training:
+            self._hidden[op.writes[0]], saved = form.forward(self._hidden.pop(source), arguments)
             self._keep(op, stage, m, saved)
+        else:
+            self._hidden[op.writes[0]] = form.evaluate(self._hidden.pop(source), arguments)
 
     def _keep(self, op: Op, stage: Stage, m: int, saved: Saved) -> None:
         """Keep what the forward saved, and let go what the plan sends to the host."""
@@ -208,8 +208,8 @@ class Operations:
         output_grad = self._hidden.pop(grad_id)
         if stage.is_block:
             saved = self._restored(op, stage, m)
-            template = self._bound_template(op, stage)
-            self._hidden[grad_id], grads = template.backward(saved, self._model.arguments(stage), output_grad)
+            form = self._bound_form(op, stage)
+            self._hidden[grad_id], grads = form.backward(saved, self._model.arguments(stage), output_grad)
             target = op.writes[1]
         else:
             grads = self._model.ends.embed_backward(self._edges.pop(m), output_grad)

@@ -1,9 +1,9 @@
 """What a block's forward keeps for its backward, and where it comes back from.
 
-Autograd hands every tensor that it wants to keep to ``pack`` and asks for it again through ``unpack``. Weights are
-kept as a place in the flat buffer, since another slot may hold them by then; the block's input is kept apart; whatever
-is the same for all calls (rotary tables, masks) is kept as it is; everything else is recorded by storage, so that a
-storage that several tensors share is kept, moved and counted once.
+Autograd, or a compiled forward, hands every tensor that it wants to keep to ``pack``; ``unpack`` gives it back.
+Weights are kept as a place in the flat buffer, since another slot may hold them by then; the block's input is kept
+apart; whatever is the same for all calls (rotary tables, masks) is kept as it is; everything else is recorded by
+storage, so that a storage that several tensors share is kept, moved and counted once.
 """
 
 from __future__ import annotations
@@ -58,17 +58,17 @@ class Saved:
     Attributes:
         kept: its tensors.
         input_shape: of the block's input, which stays when the input has left.
-        graph: of a forward that need not run again; None when the block is recomputed.
+        graph: of a forward that need not run again; None when the whole block is recomputed by autograd.
     """
 
     kept: Kept
     input_shape: tuple[int, ...]
-    graph: Graph | None = None
+    graph: Graph | CompiledGraph | None = None
 
     def drop_input(self) -> None:
         """Let the input go; the graph keeps only its shape."""
         self.kept.input = None
-        if self.graph is not None:
+        if isinstance(self.graph, Graph):
             leaf = self.graph.leaf
             leaf.data = torch.empty(0, dtype=leaf.dtype, device=leaf.device)
 
@@ -89,8 +89,21 @@ class Graph:
     packing: Packing
 
 
+@dataclass
+class CompiledGraph:
+    """What a compiled forward left.
+
+    Attributes:
+        packed: what its backward takes, in that order.
+        packing: gives the tensors back.
+    """
+
+    packed: list[torch.Tensor | _Handle]
+    packing: Packing
+
+
 class Packing:
-    """The saved-tensor hooks of one forward."""
+    """Packs and unpacks what one forward keeps; autograd's saved-tensor hooks."""
 
     def __init__(
         self, kept: Kept, weights: torch.Tensor, block_input: torch.Tensor, constants: Collection[int]
@@ -111,7 +124,8 @@ class Packing:
     def pack(self, tensor: torch.Tensor) -> torch.Tensor | _Handle:
         """Describe ``tensor``; keep its storage if nobody else does."""
         pointer = tensor.untyped_storage().data_ptr()
-        if pointer in self._constants or tensor.numel() == 0:
+        # Attention keeps the state of a random generator, on the host where nothing is dropped.
+        if pointer in self._constants or tensor.numel() == 0 or tensor.device != self._weights.device:
             return tensor
         if pointer == self._weights_ptr:
             return _Handle.of(tensor, "weights")

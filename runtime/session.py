@@ -35,7 +35,7 @@ class Session:
 
     Raises:
         UsageError: the plan was solved for another model, or holds what cannot be executed.
-        RunError: memory does not suffice.
+        RunError: memory does not suffice, or a graph cannot be compiled here.
     """
 
     def __init__(
@@ -49,15 +49,18 @@ class Session:
         host_limit_bytes: int,
     ) -> None:
         self.plan, self.config, self.device = plan, config, device
-        self.model = Model(config, plan.compute_dtype, device, micro_batch=plan.micro_batch, seq_len=plan.seq_len)
+        self.model = Model(
+            config, plan.compute_dtype, device, micro_batch=plan.micro_batch, seq_len=plan.seq_len,
+            attention_backend=plan.attention,
+        )  # fmt: skip
         if self.model.model_id != plan.model_id:
             raise UsageError(
                 f"plan: model_id: solved for {plan.model_id}, the model is {self.model.model_id}; "
                 f"profile and solve for this model"
             )
         layout = Layout(plan, self.model.stages)
-        _check_variants(layout)
         _check_settings(plan, settings, max_grad_norm)
+        _build_forms(layout, self.model)
         self.program = lower(plan, self.model.stages)
         self.buffers = Buffers(self.program, plan.compute_dtype, device, host_limit_bytes)
         self.updates = {stage.id: self._update_of(stage, layout, settings) for stage in self.model.stages}
@@ -159,13 +162,17 @@ def _check_settings(plan: Plan, settings: AdamWSettings, max_grad_norm: float | 
         )
 
 
-def _check_variants(layout: Layout) -> None:
-    """Refuse variants whose graph is not built here: blocks run uncompiled and save ``all`` or only their ``input``."""
+def _build_forms(layout: Layout, model: Model) -> None:
+    """Build the graphs of all variants that the plan names; refuse one that is not what its name and groups say."""
     for stage in layout.stages:
         variant = layout.variants[stage.id]
         where = f"plan: stages.{stage.id}.save: variant {variant.name!r}"
-        if variant.compiled:
-            raise UsageError(f"{where} is compiled, which is not executable yet; profile and solve again")
-        known = {"all": {"input", "intermediates"}, "input": {"input"}} if stage.is_block else {"all": set()}
-        if known.get(variant.name) != set(variant.saved):
+        known = ({"input", "intermediates"}, {"input"}) if stage.is_block else (set[str](),)
+        if set(variant.saved) not in known:
             raise UsageError(f"{where} saves {sorted(variant.saved)}, which is not executable; profile and solve again")
+        if stage.is_block and variant.compiled and variant.budget is None:
+            raise UsageError(f"{where} is compiled but has no budget; profile and solve again")
+        if stage.is_block:
+            model.form(stage, variant)
+        elif variant.compiled and stage is layout.head:
+            model.compile_loss(layout.plan.loss_chunk_tokens)

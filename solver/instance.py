@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import Literal
 
 from lazysched.errors import UsageError
-from lazysched.layout import MASTER_BYTES, SCALE_ELEMENTS, TOTAL_ELEMENTS, gpu_update_working_bytes
+from lazysched.layout import MASTER_BYTES, SCALE_ELEMENTS, TOTAL_ELEMENTS, adding_bytes, gpu_update_working_bytes
 from lazysched.optimizer_state import FP32_STATE_ELEMENTS, state_bytes
 from lazysched.schemas import BYTES_PER_ELEMENT, Curve, Profile, SaveVariant, Stage, StateFormat, Tier, Update
 
@@ -260,11 +260,18 @@ class Instance:
     def _save_options(self, stage: Stage) -> tuple[SaveOption, ...]:
         variants = measured_variants(self.profile, stage.structure, self.candidate.micro_batch)
         limit = self.candidate.offload_limit_bytes
-        options = [self._save_option(variant, "gpu") for variant in variants]
-        options += [self._save_option(v, "host") for v in variants if sum(v.saved.values()) <= limit]
+        add_s = self._add_s(stage)
+        options = [self._save_option(variant, "gpu", add_s) for variant in variants]
+        options += [self._save_option(v, "host", add_s) for v in variants if sum(v.saved.values()) <= limit]
         return tuple(o for o in options if not any(other.dominates(o) for other in options))
 
-    def _save_option(self, variant: SaveVariant, tier: Tier) -> SaveOption:
+    def _add_s(self, stage: Stage) -> float:
+        """Mean time per micro-batch to add a block's gradients up."""
+        elements, count = stage.weight_bytes // self.element_bytes, self.candidate.accumulation
+        each = [adding_bytes(elements, self.element_bytes, m, count) for m in range(min(count, 2))]
+        return (self.link_s("gpu", each[0]) + (count - 1) * self.link_s("gpu", each[-1])) / count
+
+    def _save_option(self, variant: SaveVariant, tier: Tier, add_s: float) -> SaveOption:
         total = sum(variant.saved.values())
         offloaded = total if tier == "host" else 0
         # In the last micro-batch of the forward an input that was sent away still exists.
@@ -273,7 +280,7 @@ class Instance:
             variant,
             tier,
             forward_s=variant.forward.seconds,
-            backward_s=variant.backward.seconds,
+            backward_s=variant.backward.seconds + add_s,
             kept_gb=(total - offloaded) / GB,
             offloaded_gb=offloaded / GB,
             save_s=self.link_s("d2h", offloaded),

@@ -112,12 +112,16 @@ class _Durations:
             case ():
                 return 0.0
             case ("variant", structure, name, direction):
-                return self._variant(structure, name, direction)
+                return self._variant(structure, name, direction) + self._added_s(op)
             case ("link", link):
                 return self._curve(link).seconds(op.num_bytes)
             case ("update", processor, state_format):
                 return op.num_params / self._rate(processor, state_format)
         raise AssertionError(f"{op.id}: unknown cost {op.cost}")
+
+    def _added_s(self, op: Op) -> float:
+        """Time to add gradients up, which the variants' times leave out: it depends on the accumulation."""
+        return self._curve("gpu").seconds(op.num_bytes) if op.num_bytes else 0.0
 
     def _variant(self, structure: str, name: str, direction: str) -> float:
         listed = self.profile.variants.get(structure, {}).get(self.micro_batch, [])

@@ -1,6 +1,6 @@
 """The schemas that every part of lazysched shares: Profile -> Plan -> Program."""
 
-from lazysched.schemas.base import BYTES_PER_ELEMENT, Document, Dtype, Engine, Phase, Schema, Tier
+from lazysched.schemas.base import BYTES_PER_ELEMENT, AttentionBackend, Document, Dtype, Engine, Phase, Schema, Tier
 from lazysched.schemas.model import Stage
 from lazysched.schemas.plan import (
     FP32_STATE_ELEMENTS,
@@ -16,7 +16,7 @@ from lazysched.schemas.profile import Curve, Profile, Rate, SaveVariant, Timing
 from lazysched.schemas.program import Buffer, Op, OpKind, Program
 
 __all__ = [
-    "BYTES_PER_ELEMENT", "FP32_STATE_ELEMENTS", "Buffer", "Curve", "Document", "Dtype", "Engine", "Op", "OpKind",
+    "BYTES_PER_ELEMENT", "FP32_STATE_ELEMENTS", "AttentionBackend", "Buffer", "Curve", "Document", "Dtype", "Engine", "Op", "OpKind",
     "Phase", "Plan", "Prediction", "Profile", "Program", "Rate", "SaveVariant", "Schema", "SolverReport", "Stage",
     "StagePlan", "StateFormat", "Tier", "Timing", "Update", "variant_key",
 ]  # fmt: skip

@@ -21,6 +21,9 @@ Phase = Literal["forward", "recompute", "backward"]
 Dtype = Literal["float32", "bfloat16"]
 """Type of weights and activations while computing."""
 
+AttentionBackend = Literal["default", "cudnn", "flash", "efficient", "math"]
+"""A kernel of torch's scaled dot product attention; ``default`` leaves the choice to torch."""
+
 BYTES_PER_ELEMENT: dict[str, int] = {"float32": 4, "bfloat16": 2}
 
 

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from lazysched.schemas.base import Document, Dtype, Engine, Schema, Tier
+from lazysched.schemas.base import AttentionBackend, Document, Dtype, Engine, Schema, Tier
 from lazysched.schemas.profile import SaveVariant
 
 StateFormat = Literal["fp32", "hybrid8"]
@@ -103,6 +103,8 @@ class Plan(Document):
     """Micro-batches of one step."""
     loss_chunk_tokens: int = Field(ge=1)
     """Tokens whose logits exist at once in the head."""
+    attention: AttentionBackend = "default"
+    """Kernel of torch's attention that the variants were measured with."""
     prefetch_depth: int = Field(default=1, ge=1)
     """How many stages ahead weights and saved tensors are fetched."""
     d2h_lag: int = Field(default=1, ge=0)

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from lazysched.schemas.base import Document, Dtype, Schema, Tier
+from lazysched.schemas.base import AttentionBackend, Document, Dtype, Schema, Tier
 from lazysched.schemas.model import Stage
 
 NOISY_SPREAD = 0.25
@@ -43,13 +43,14 @@ class Timing(Schema):
 class SaveVariant(Schema):
     """One form of a stage at one micro-batch: what its forward keeps for its backward, and what that costs.
 
-    For a block, ``backward`` includes whatever it recomputes and adding the weight gradients to the gradient slot.
+    For a block, ``backward`` includes whatever it recomputes, but not adding the weight gradients up, which depends on
+    the accumulation.
     For the head, ``forward`` is the loss alone and ``backward`` the loss with its gradient in one pass, the only
     one that a training step runs. The embedding and the head have one variant, ``all``.
     """
 
     name: str
-    """What it saves: ``all``, ``input``."""
+    """What it saves: ``all``, ``input``, or values per token, as ``18944x2+3584``."""
     compiled: bool = False
     """Whether the graph is compiled."""
     budget: float | None = None
@@ -139,6 +140,8 @@ class Profile(Document):
     """Tokens of one row."""
     loss_chunk_tokens: int = Field(ge=1)
     """Tokens whose logits exist at once in the head."""
+    attention: AttentionBackend = "default"
+    """Kernel of torch's attention that was fastest; all variants run with it."""
     estimated: bool = False
     """Whether any figure was computed, not measured."""
     stages: list[Stage]

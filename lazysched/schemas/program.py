@@ -32,7 +32,7 @@ class Op(Schema):
     """Key into the profile, never a duration: ``("variant", structure, name, "forward" | "backward")``,
     ``("link", name)`` or ``("update", processor, format)``; empty costs nothing."""
     num_bytes: int = 0
-    """Bytes moved."""
+    """Bytes moved; by a backward, inside GPU memory to add its gradients up, at the cost of the link ``gpu``."""
     num_params: int = 0
     """Parameters updated."""
     working_bytes: int = 0

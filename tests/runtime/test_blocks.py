@@ -8,7 +8,7 @@ import weakref
 import pytest
 import torch
 
-from lazysched.runtime.blocks import BlockTemplate
+from lazysched.runtime.blocks import BlockTemplate, EagerForm
 from lazysched.runtime.model import Model
 from lazysched.schemas import Stage
 from tests.runtime.tiny import CPU, SEQ_LEN, llama
@@ -29,41 +29,44 @@ def parts(model: Model) -> tuple[BlockTemplate, Stage, torch.Tensor, torch.Tenso
 
 def test_the_backward_of_a_kept_graph_reads_the_weights_where_they_are_then(model: Model) -> None:
     template, stage, weights, hidden = parts(model)
+    form = EagerForm(template, keep=True)
     arguments, output_grad = model.arguments(stage), torch.ones_like(hidden)
     template.bind(weights, stage)
-    _, recomputed = template.forward(hidden, arguments, keep=False)
-    expected = template.backward(recomputed, arguments, output_grad)
+    _, recomputed = EagerForm(template, keep=False).forward(hidden, arguments)
+    expected = EagerForm(template, keep=False).backward(recomputed, arguments, output_grad)
     slot = weights.clone()
     template.bind(slot, stage)
-    _, saved = template.forward(hidden, arguments, keep=True)
+    _, saved = form.forward(hidden, arguments)
     slot.fill_(float("nan"))  # another block's weights came in
     template.bind(weights.clone(), stage)
-    hidden_grad, grads = template.backward(saved, arguments, output_grad)
+    hidden_grad, grads = form.backward(saved, arguments, output_grad)
     assert torch.equal(hidden_grad, expected[0])
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(grads, expected[1], strict=True))
 
 
 def test_a_dropped_input_takes_its_memory_with_it(model: Model) -> None:
     template, stage, weights, hidden = parts(model)
+    form = EagerForm(template, keep=True)
     template.bind(weights, stage)
-    _, saved = template.forward(hidden, model.arguments(stage), keep=True)
+    _, saved = form.forward(hidden, model.arguments(stage))
     storage = weakref.ref(hidden.untyped_storage())
     again = hidden.clone()
     saved.drop_input()
     del hidden
     assert storage() is None
     saved.kept.input = again
-    hidden_grad, _ = template.backward(saved, model.arguments(stage), torch.ones_like(again))
+    hidden_grad, _ = form.backward(saved, model.arguments(stage), torch.ones_like(again))
     assert hidden_grad.shape == again.shape
 
 
 def test_a_forward_without_its_backward_is_freed_without_the_garbage_collector(model: Model) -> None:
     """Autograd holds the hooks; a way from them back to the graph would be a cycle that nobody can collect."""
     template, stage, weights, hidden = parts(model)
+    form = EagerForm(template, keep=True)
     template.bind(weights, stage)
     gc.disable()
     try:
-        _, saved = template.forward(hidden, model.arguments(stage), keep=True)
+        _, saved = form.forward(hidden, model.arguments(stage))
         kept = [weakref.ref(storage) for storage in saved.kept.storages]
         assert kept
         del saved

@@ -8,6 +8,7 @@ import torch
 from transformers import LlamaConfig, PretrainedConfig
 
 from lazysched.runtime.batch import Batch
+from lazysched.runtime.blocks import EagerForm
 from lazysched.runtime.flat import aligned
 from lazysched.runtime.model import Model
 from lazysched.schemas import SaveVariant
@@ -37,7 +38,7 @@ def variants_of(model: Model, micro_batch: int, seq_len: int) -> dict[str, SaveV
         hidden = torch.randn(micro_batch, seq_len, hidden_size, dtype=model.dtype, device=model.device)
         template = model.templates[stage.structure]
         template.bind(weights, stage)
-        _, saved = template.forward(hidden, model.arguments(stage), keep=True)
+        _, saved = EagerForm(template, keep=True).forward(hidden, model.arguments(stage))
         input_bytes = aligned(hidden.numel() * hidden.element_size())
         variants |= variants_for(stage.structure, input_bytes, saved.kept.intermediate_bytes)
     return variants

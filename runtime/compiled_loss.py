@@ -1,0 +1,56 @@
+"""The loss of one chunk of tokens and its gradient as one compiled graph: logits are made once and never kept."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from lazysched.runtime.graphs import compile_joint
+
+IGNORED_LABEL = -100
+
+
+class CompiledLoss:
+    """Loss and gradient of a chunk; scaling and soft caps of the logits are the model's own.
+
+    Args:
+        model: the causal language model, its body replaced by a stub that hands its input on.
+        names: of the output embedding's parameters in ``model``.
+        shapes: of these parameters.
+        hidden_shape: of the chunk, [tokens, hidden].
+        dtype: of hidden states and parameters.
+        device: where it will run.
+    """
+
+    def __init__(
+        self, model: nn.Module, names: Sequence[str], shapes: Sequence[tuple[int, ...]],
+        hidden_shape: tuple[int, int], dtype: torch.dtype, device: torch.device,
+    ) -> None:  # fmt: skip
+        def loss(normed: torch.Tensor, *rest: torch.Tensor) -> tuple[torch.Tensor]:
+            *params, targets = rest
+            keywords = {"inputs_embeds": normed[None], "use_cache": False}
+            named = dict(zip(names, params, strict=True))
+            logits: torch.Tensor = torch.func.functional_call(model, named, (), keywords).logits[0].float()
+            return (F.cross_entropy(logits, targets, ignore_index=IGNORED_LABEL, reduction="sum"),)
+
+        with FakeTensorMode():
+            floats = [
+                torch.empty(shape, dtype=dtype, device=device, requires_grad=True) for shape in (hidden_shape, *shapes)
+            ]
+            targets = torch.empty(hidden_shape[0], dtype=torch.int64, device=device)
+        self._run = compile_joint(loss, [*floats, targets])
+        self._num_params = len(names)
+
+    def run(
+        self, normed: torch.Tensor, params: Sequence[torch.Tensor], targets: torch.Tensor, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor, Sequence[torch.Tensor]]:
+        """Loss times ``scale``, its gradient with respect to ``normed`` [tokens, hidden] and to each of ``params``."""
+        upstream = torch.full((), scale, device=normed.device)
+        inputs: list[Any] = [normed, *(param.detach() for param in params), targets, upstream]
+        loss, grad, *rest = self._run(inputs)
+        return loss * upstream, grad, rest[: self._num_params]

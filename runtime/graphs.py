@@ -1,0 +1,183 @@
+"""Compiled graphs of blocks and of the loss: traced once, split at a memory budget, compiled by Inductor.
+
+A block is traced to one joint graph of forward and backward. The partitioner of torch (``activation_memory_budget``;
+https://pytorch.org/blog/activation-checkpointing-techniques) chooses what the forward keeps for the backward, and each
+half is compiled on its own. Both are then plain functions on lists of tensors: neither Dynamo nor autograd runs in a
+step, nothing can recompile, and what is kept is a list that the executor may place where the plan says.
+
+Attention is bound while tracing, so that trace within the backend that is wanted (``lazysched.runtime.attention``).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch._functorch.config as functorch_config
+from torch import fx, nn
+from torch._functorch.aot_autograd import aot_export_joint_simple
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._guards import TracingContext, detect_fake_mode, tracing
+from torch._inductor.compile_fx import compile_fx_inner
+from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.fx_passes.joint_graph import joint_graph_passes
+from torch._inductor.virtualized import V
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+Runnable = Callable[[list[Any]], Sequence[Any]]
+"""A compiled graph: takes its inputs as a list, which it empties, and returns its outputs."""
+
+
+@dataclass(frozen=True)
+class SplitGraph:
+    """Forward and backward of one block, compiled.
+
+    Attributes:
+        forward: [block input, parameters, tensors among the arguments] -> [output, what is kept].
+        backward: [what is kept, output gradient] -> [input gradient, parameter gradients, None for each argument].
+    """
+
+    forward: Runnable
+    backward: Runnable
+
+
+class JointGraph:
+    """Forward and backward of one block as one graph, not yet split.
+
+    Args:
+        module: the block; its parameters may be without storage.
+        param_shapes: of ``module.parameters()``, in that order.
+        hidden_shape: of the block's input, [rows, tokens, hidden].
+        arguments: what the block is called with beside it; tensors in there become inputs of the graph.
+        dtype: of input and parameters.
+        device: where the graph will run; tracing takes no memory there.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        param_shapes: Sequence[tuple[int, ...]],
+        hidden_shape: Sequence[int],
+        arguments: dict[str, Any],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        names = [name for name, _ in module.named_parameters()]
+        buffers = dict(module.named_buffers())
+        leaves, spec = tree_flatten((buffers, arguments))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+        def run(hidden: torch.Tensor, *rest: torch.Tensor) -> tuple[torch.Tensor]:
+            named = dict(zip(names, rest, strict=False))
+            left = iter(rest[len(names) :])
+            filled = [next(left) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+            own_buffers, keywords = tree_unflatten(filled, spec)
+            output = torch.func.functional_call(module, {**named, **own_buffers}, (hidden,), keywords)
+            return (output[0] if isinstance(output, tuple) else output,)
+
+        with FakeTensorMode() as mode:
+            shapes = [tuple(hidden_shape), *param_shapes]
+            wanted = [torch.empty(shape, dtype=dtype, device=device, requires_grad=True) for shape in shapes]
+        inputs = (*wanted, *(mode.from_tensor(tensor) for tensor in tensors))
+        self._joint = _joint_graph(run, inputs)
+        self._num_inputs = len(inputs)
+
+    def split(self, budget: float) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """Forward and backward when about ``budget`` of the bytes that could be kept are kept; 0 keeps the input."""
+        with functorch_config.patch(activation_memory_budget=budget):
+            forward, backward = min_cut_rematerialization_partition(
+                copy.deepcopy(self._joint), None, num_fwd_outputs=1,
+                static_lifetime_input_indices=list(range(1, self._num_inputs)),
+            )  # fmt: skip
+        return forward, backward
+
+    def kept(self, budget: float) -> list[torch.Tensor]:
+        """What the forward keeps beside its inputs when split at ``budget``: one fake tensor for each storage."""
+        forward, _ = self.split(budget)
+        outputs = _output(forward).args[0]
+        assert isinstance(outputs, tuple | list)
+        given = {_storage(tensor) for tensor in _example_inputs(forward)}
+        kept = {_storage(node.meta["val"]): node.meta["val"] for node in outputs[1:]}
+        return [tensor for storage, tensor in kept.items() if storage not in given]
+
+    def compile(self, budget: float) -> SplitGraph:
+        """Split at ``budget`` and compile both halves."""
+        forward, backward = self.split(budget)
+        compiled, strides = compile_graph(forward)
+        _set_strides(backward, strides[1:])
+        return SplitGraph(compiled, compile_graph(backward, is_backward=True)[0])
+
+
+def compile_joint(function: Callable[..., tuple[torch.Tensor]], inputs: Sequence[torch.Tensor]) -> Runnable:
+    """``function`` and the gradient of its one output in a single graph.
+
+    Args:
+        function: of ``inputs``, returning one tensor in a tuple.
+        inputs: fake tensors; those that require a gradient get one.
+
+    Returns:
+        [inputs, gradient of the output] -> [output, gradient of each input or None].
+    """
+    joint = _joint_graph(function, tuple(inputs))
+    joint.graph.set_codegen(fx.graph.CodeGen())  # traced, it takes and returns nested tuples
+    joint.recompile()
+    return compile_graph(joint)[0]
+
+
+def compile_graph(graph: fx.GraphModule, *, is_backward: bool = False) -> tuple[Runnable, list[Any]]:
+    """Compile with Inductor, which keeps its code on disk; also returns the strides of the outputs, None as traced."""
+    inputs = _example_inputs(graph)
+    context = TracingContext(detect_fake_mode(inputs))
+    with tracing(context), context.report_output_strides() as strides:  # type: ignore[attr-defined]
+        compiled = compile_fx_inner(graph, inputs, is_backward=is_backward, is_inference=False)
+    return compiled, list(strides)
+
+
+def interpret_graph(graph: fx.GraphModule, *, is_backward: bool = False) -> tuple[Runnable, list[Any]]:
+    """Stands in for :func:`compile_graph` in tests: the same operations, one after the other, uncompiled.
+
+    However the graph was split, it gives the same bits, because recomputing repeats the very operations.
+    """
+
+    def run(inputs: list[Any]) -> Sequence[Any]:
+        given = list(inputs)
+        inputs.clear()
+        with torch.no_grad():
+            return graph(*given)  # type: ignore[no-any-return]
+
+    return run, [None] * len(_output(graph).args[0])  # type: ignore[arg-type]
+
+
+def _joint_graph(function: Callable[..., Any], inputs: tuple[torch.Tensor, ...]) -> fx.GraphModule:
+    exported: Any = aot_export_joint_simple(function, inputs, trace_joint=True, decompositions=select_decomp_table())
+    graph = exported[0] if isinstance(exported, tuple) else exported
+    mode = detect_fake_mode(_example_inputs(graph))
+    with V.set_fake_mode(mode), tracing(TracingContext(mode)):
+        joint_graph_passes(graph)
+    return graph  # type: ignore[no-any-return]
+
+
+def _example_inputs(graph: fx.GraphModule) -> list[torch.Tensor]:
+    return [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
+
+
+def _output(graph: fx.GraphModule) -> fx.Node:
+    return next(node for node in graph.graph.nodes if node.op == "output")
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _set_strides(backward: fx.GraphModule, strides: Sequence[Any]) -> None:
+    """Tell the backward half how the compiled forward lays out what it keeps, which may differ from the trace."""
+    placeholders = [node for node in backward.graph.nodes if node.op == "placeholder"]
+    for node, stride in zip(placeholders, strides, strict=False):
+        value = node.meta["val"]
+        if stride is not None and isinstance(value, torch.Tensor) and value.stride() != tuple(stride):
+            with detect_fake_mode([value]):
+                node.meta["val"] = value.as_strided(value.size(), tuple(int(size) for size in stride))
