@@ -141,11 +141,11 @@ class _Measuring:
         return [self._block_variant(stage, hidden_shape, wanted) for wanted in UNCOMPILED]
 
     def _compiled_variants(self, stage: Stage, hidden_shape: torch.Size) -> list[SaveVariant]:
-        joint = self.model.joint_graph(stage)
+        kept = partial(self.model.kept, stage)
 
         reference = self.reference.variants[stage.structure] if self.reference else []
         if not reference or not reference[0].compiled:
-            wanted = candidates(joint.kept, math.prod(self.rows))
+            wanted = candidates(kept, math.prod(self.rows))
             return worth_keeping([self._block_variant(stage, hidden_shape, each) for each in wanted])
         extremes = [
             self._block_variant(stage, hidden_shape, Wanted(v.name, v.budget, "intermediates" in v.saved))
@@ -153,7 +153,7 @@ class _Measuring:
         ]
         ends, name = (extremes[0], extremes[-1]), f"micro-batch {self.reference.micro_batch}" if self.reference else ""
         between = [
-            interpolated(v, reference, ends, kept_bytes(joint.kept(v.budget or 0.0)), stage.weight_bytes, name)
+            interpolated(v, reference, ends, kept_bytes(kept(v.budget or 0.0)), stage.weight_bytes, name)
             for v in reference[1:-1]
         ]
         return [extremes[0], *between, *extremes[1:]]

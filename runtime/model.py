@@ -107,6 +107,16 @@ class Model:
                 )
         return self._joints[stage.structure]
 
+    def kept(self, stage: Stage, budget: float) -> list[torch.Tensor]:
+        """What a block keeps beside its input when its graph is split at ``budget``: fake tensors.
+
+        Raises:
+            RunError: it cannot be traced or split.
+        """
+        joint = self.joint_graph(stage)
+        with _explained(stage):
+            return joint.kept(budget)
+
     def compile_loss(self, chunk_tokens: int) -> None:
         """Compile the loss and its gradient for chunks of ``chunk_tokens``.
 
