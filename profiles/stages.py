@@ -245,7 +245,8 @@ class _Measuring:
             backward.lap(partial(stage_pass.backward, kept))
             del kept
         return SaveVariant(
-            name=name, compiled=compiled or budget is not None, budget=budget, saved=saved, forward=timing(forward.durations_s()), backward=timing(backward.durations_s()),
+            name=name, compiled=compiled or budget is not None, budget=budget, saved=saved,
+            forward=timing(forward.durations_s()), backward=timing(backward.durations_s()),
             working_forward_bytes=working_bytes[0], working_backward_bytes=working_bytes[1],
         )  # fmt: skip
 

@@ -49,15 +49,18 @@ class Wanted:
 UNCOMPILED = (Wanted("all", None, True), Wanted("input", None, False))
 
 
-def candidates(split: Callable[[float], Sequence[torch.Tensor]], num_tokens: int) -> list[Wanted]:
+def candidates(
+    split: Callable[[float], Sequence[torch.Tensor]], num_tokens: int, budgets: Sequence[float] = BUDGETS
+) -> list[Wanted]:
     """Compiled variants to measure, from the one that keeps most to the one that keeps the input alone.
 
     Args:
         split: budget -> what the forward keeps beside input and weights.
         num_tokens: rows * tokens of the micro-batch.
+        budgets: shares to split at, falling.
     """
     found: list[Wanted] = []
-    for budget in BUDGETS:
+    for budget in budgets:
         kept = split(budget)
         num_bytes = kept_bytes(kept)
         if found and not num_bytes < (found[-1].kept_bytes or 0):

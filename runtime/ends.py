@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from lazysched.runtime.compiled_loss import CompiledLoss
 
 IGNORED_LABEL = -100
+UNCOMPILED_SHARE = 4
+"""Uncompiled, a loss takes about 12 bytes per logit; compiled with its gradient, 4."""
 
 
 class Ends:
@@ -72,6 +74,8 @@ class Ends:
     def loss(self, hidden: torch.Tensor, targets: torch.Tensor, scale: float, chunk_tokens: int) -> torch.Tensor:
         """Sum of the token losses times ``scale``, an fp32 scalar; nothing is kept for a gradient."""
         total = torch.zeros((), device=hidden.device)
+        if self._compiled:  # this loss runs uncompiled, and must not need more memory than a step does
+            chunk_tokens = max(1, chunk_tokens // UNCOMPILED_SHARE)
         with torch.no_grad():
             normed = self.architecture.norm(hidden).flatten(0, -2)
             for part, part_targets in zip(

@@ -16,7 +16,7 @@ from lazysched.schemas.profile import Curve, Profile, Rate, SaveVariant, Timing
 from lazysched.schemas.program import Buffer, Op, OpKind, Program
 
 __all__ = [
-    "BYTES_PER_ELEMENT", "FP32_STATE_ELEMENTS", "AttentionBackend", "Buffer", "Curve", "Document", "Dtype", "Engine", "Op", "OpKind",
-    "Phase", "Plan", "Prediction", "Profile", "Program", "Rate", "SaveVariant", "Schema", "SolverReport", "Stage",
-    "StagePlan", "StateFormat", "Tier", "Timing", "Update", "variant_key",
+    "BYTES_PER_ELEMENT", "FP32_STATE_ELEMENTS", "AttentionBackend", "Buffer", "Curve", "Document", "Dtype", "Engine",
+    "Op", "OpKind", "Phase", "Plan", "Prediction", "Profile", "Program", "Rate", "SaveVariant", "Schema",
+    "SolverReport", "Stage", "StagePlan", "StateFormat", "Tier", "Timing", "Update", "variant_key",
 ]  # fmt: skip

@@ -31,17 +31,19 @@ def end_variants(structure: str) -> dict[str, SaveVariant]:
 
 
 @st.composite
-def stage_choices(draw: st.DrawFn, is_block: bool, formats: Sequence[StateFormat]) -> StagePlan:
+def stage_choices(draw: st.DrawFn, stage: Stage, variants: Sequence[SaveVariant], formats: Sequence[StateFormat]) -> (
+    StagePlan
+):  # fmt: skip
     state = draw(st.sampled_from(["host", "gpu"]))
     weights = "gpu" if state == "gpu" else draw(st.sampled_from(["host", "gpu"]))
     state_format = draw(st.sampled_from(formats))
-    if not is_block:
+    if not stage.is_block:
         return StagePlan(weights=weights, state=state, state_format=state_format)
-    save = draw(st.sampled_from(["all", "input"]))
+    variant = draw(st.sampled_from(variants))
     tier = st.sampled_from(["host", "gpu"])
-    saved_tiers = {"intermediates": draw(tier)} if save == "all" else {}
+    saved_tiers = {group: draw(tier) for group in variant.saved if group != "input"}
     return StagePlan(
-        weights=weights, state=state, state_format=state_format, save=save, saved_tiers=saved_tiers,
+        weights=weights, state=state, state_format=state_format, save=variant.name, saved_tiers=saved_tiers,
         input_tier=draw(tier),
     )  # fmt: skip
 
@@ -62,6 +64,10 @@ def plans(
     fp32_state_elements: int = 1000,
 ) -> Plan:
     """A valid plan whose placement decisions are random, as is the check for finite gradients where nothing clips."""
+    of = {
+        stage.structure: [v for key, v in variants.items() if key == variant_key(stage.structure, v.name)]
+        for stage in stages
+    }
     check_finite = True if clip_norm is not None else draw(st.booleans())
     return Plan.model_validate(
         {
@@ -70,7 +76,7 @@ def plans(
             "accumulation": accumulation, "loss_chunk_tokens": loss_chunk_tokens,
             "prefetch_depth": draw(st.integers(1, 3)), "d2h_lag": draw(st.integers(0, 2)),
             "update": Update(clip_norm=clip_norm, check_finite=check_finite), "variants": variants, "budget_bytes": {},
-            "stages": {stage.id: draw(stage_choices(stage.is_block, formats)) for stage in stages},
+            "stages": {stage.id: draw(stage_choices(stage, of[stage.structure], formats)) for stage in stages},
             "fp32_state_elements": fp32_state_elements,
         }
     )  # fmt: skip

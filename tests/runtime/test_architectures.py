@@ -37,7 +37,7 @@ from lazysched.runtime.batch import Batch
 from lazysched.runtime.model import Model
 from lazysched.runtime.session import Session
 from lazysched.runtime.stage_updates import AdamWSettings
-from lazysched.schemas import Plan, StagePlan
+from lazysched.schemas import Plan, SaveVariant, StagePlan
 from tests.runtime.tiny import CPU, uneven_batch, variants_of
 
 ERROR_RATIO = 4.0
@@ -72,17 +72,17 @@ def model_of(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     return AutoModelForCausalLM.from_config(config).to(dtype).eval()  # type: ignore[no-any-return]
 
 
-def plan_of(model: Model) -> Plan:
-    """Streamed weights; every other block keeps its tensors on the host, the rest is recomputed."""
+def plan_of(model: Model, variants: dict[str, SaveVariant], save: str = "all") -> Plan:
+    """Streamed weights; every other block keeps what ``save`` names on the host, the rest is recomputed."""
     end = StagePlan(weights="host", state="host")
-    kept = StagePlan(weights="host", state="host", saved_tiers={"intermediates": "host"}, input_tier="host")
+    kept = StagePlan(weights="host", state="host", save=save, saved_tiers={"intermediates": "host"}, input_tier="host")
     recomputed = StagePlan(weights="host", state="host", save="input")
-    choices = [end, *([kept, recomputed] * 2), end]
+    choices = [end, *[kept, recomputed] * ((len(model.stages) - 2) // 2), end]
     return Plan(
         model_id=model.model_id, hardware_id="any", compute_dtype="float32", batch_size=2 * MICRO_BATCH,
         seq_len=SEQ_LEN, micro_batch=MICRO_BATCH, accumulation=2, loss_chunk_tokens=10,
         stages={stage.id: choice for stage, choice in zip(model.stages, choices, strict=True)},
-        variants=variants_of(model, MICRO_BATCH, SEQ_LEN), budget_bytes={},
+        variants=variants, budget_bytes={},
     )  # fmt: skip
 
 
@@ -94,15 +94,13 @@ def gradients_of_transformers(model: PreTrainedModel, batch: Batch) -> tuple[flo
     return float(loss.detach()), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-def test_gradients_are_those_of_transformers(name: str) -> None:
-    config = CONFIGS[name]
-    plan = plan_of(Model(config, "float32", CPU, micro_batch=MICRO_BATCH, seq_len=SEQ_LEN))
-    batch = uneven_batch(plan.batch_size, SEQ_LEN, VOCABULARY, seed=3)
+def worst_error(config: PretrainedConfig, plan: Plan) -> float:
+    """Largest error of a streamed gradient over that of transformers' own in fp32; losses are held together too."""
+    batch = uneven_batch(plan.batch_size, SEQ_LEN, config.vocab_size, seed=3)
     source = model_of(config, torch.float32)
     loss, theirs = gradients_of_transformers(source, batch)
     exact_loss, exact = gradients_of_transformers(model_of(config, torch.float64), batch)
-    settings = AdamWSettings()
+    settings, worst = AdamWSettings(), 0.0
     with Session(plan, config, CPU, settings=settings, max_grad_norm=1.0, host_limit_bytes=10**9) as session:
         weights = dict(source.named_parameters())
         session.load(lambda key, target: target.copy_(weights[key].detach()))
@@ -111,10 +109,17 @@ def test_gradients_are_those_of_transformers(name: str) -> None:
         assert result.loss == pytest.approx(loss, rel=1e-6)
         for stage in session.model.stages:
             for key, ours in session.gradients(stage).items():
-                yardstick = exact[key].norm()
-                allowed = ERROR_RATIO * max((theirs[key] - exact[key]).norm(), 1e-7 * yardstick)
-                assert (ours - exact[key]).norm() <= allowed, key
-        assert session.executor.evaluate(batch).loss == result.loss
+                yardstick = max((theirs[key] - exact[key]).norm(), 1e-7 * exact[key].norm())
+                worst = max(worst, float((ours - exact[key]).norm() / yardstick))
+        assert session.executor.evaluate(batch).loss == pytest.approx(result.loss, rel=1e-6)
+    return worst
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_gradients_are_those_of_transformers(name: str) -> None:
+    model = Model(CONFIGS[name], "float32", CPU, micro_batch=MICRO_BATCH, seq_len=SEQ_LEN)
+    plan = plan_of(model, variants_of(model, MICRO_BATCH, SEQ_LEN))
+    assert worst_error(CONFIGS[name], plan) <= ERROR_RATIO
 
 
 @pytest.mark.parametrize(("name", "count"), [("llama", 1), ("gemma3", 2), ("gemma2", 2), ("smollm3", 2)])
