@@ -41,7 +41,7 @@ functions named are below:
 1.  Decode: ``m = fma(code * reciprocal(fma(-1/127, |code|, 2)), first_scale * first_decay, g * first_gain)``,
     ``a = code * (second_scale * second_decay)``, ``h = g * second_gain``, ``v = fma(a, a, h * h)``. Here v is already
     multiplied by the bias correction k**2 = 1 / (1 - beta2**t).
-2.  ``s = square_root(v)``, ``u = m * inverse(s + epsilon)``, ``x = fma(step_size, u, master * decay)``.
+2.  ``s = sqrt(v)``, the root IEEE's, ``u = m * inverse(s + epsilon)``, ``x = fma(step_size, u, master * decay)``.
 3.  Scales: maxima over the block of |m| and of s, the latter stored times inverse_k; a maximum below 2**-80 is stored
     as 0 with all codes 0, so that nothing decays into subnormals.
 4.  Encode: ``f = fma(m * (r * FIRST_UNITS), reciprocal(fma(|m|, r, 1)), 1.5 * 2**23)`` with ``r = 1 / max|m|`` holds
@@ -81,10 +81,7 @@ RECIPROCAL = (2.12121254, -1.45454577, 0.32323235)
 """Quadratic near 1/d on [1, 2], relative error 1/99, the least possible."""
 RECIPROCAL_TWO = 2.0000510
 """Newton's 2, raised so that the error of y * (2 - d * y), never positive, lies on both sides."""
-ROOT = (2.18762629, -2.18658895, 1.31030124, -0.31133933)
-"""Cubic through e**-0.5 where ``ROOT_SEED`` leaves e = v * y * y; relative error 8e-7."""
 FIRST_UNITS = 254 * 2.0**14
-ROOT_SEED = 0x5F378180
 INVERSE_SEED = 0x7EF31200
 
 

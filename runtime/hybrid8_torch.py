@@ -14,8 +14,6 @@ from lazysched.runtime.hybrid8 import (
     INVERSE_SEED,
     RECIPROCAL,
     RECIPROCAL_TWO,
-    ROOT,
-    ROOT_SEED,
     SMALLEST_SCALE,
     BlockState,
     Coefficients,
@@ -54,8 +52,7 @@ def update_fp32(state: Fp32State, coefficients: Tensor) -> None:
         first.copy_(fma(first, c.beta1, g * c.first_gain))
         h = g * c.second_gain_fp32
         second.copy_(fma(second, c.beta2, h * h))
-        root = second.double().sqrt().float()  # rounded right; the fp32 root of torch is not
-        u = first / fma(root, c.k, c.epsilon)
+        u = first / fma(square_root(second), c.k, c.epsilon)
         x.copy_(fma(c.step_size, u, x * c.decay if state.decays else x))
         if state.master is not None:
             weight.view(torch.int16).copy_(torch.where(x.isnan(), 0x7FC0, x.bfloat16().view(torch.int16)))
@@ -85,11 +82,8 @@ def reciprocal(d: Tensor) -> Tensor:
 
 
 def square_root(v: Tensor) -> Tensor:
-    """sqrt(v), relative error 1e-6 for normal v: integer seed of 1/sqrt, then one step of fourth order; 0 stays 0."""
-    y = _float(ROOT_SEED - (_bits(v) >> 1))
-    t = v * y
-    e = t * y
-    return t * fma(fma(fma(ROOT[3], e, ROOT[2]), e, ROOT[1]), e, ROOT[0])
+    """sqrt(v), rounded right: torch's own fp32 root is not; that of fp64 has digits enough to be rounded twice."""
+    return v.double().sqrt().float()
 
 
 def inverse(d: Tensor) -> Tensor:

@@ -26,8 +26,6 @@ _FP32_WARPS = 4
 
 _R0, _R1, _R2 = (tl.constexpr(value) for value in hybrid8.RECIPROCAL)
 _TWO = tl.constexpr(hybrid8.RECIPROCAL_TWO)
-_P0, _P1, _P2, _P3 = (tl.constexpr(value) for value in hybrid8.ROOT)
-_ROOT_SEED = tl.constexpr(hybrid8.ROOT_SEED)
 _MINUS_INVERSE_SEED = tl.constexpr(hybrid8.INVERSE_SEED + 2**31)
 _FIRST_UNITS = tl.constexpr(hybrid8.FIRST_UNITS)
 _SMALLEST_SCALE = tl.constexpr(hybrid8.SMALLEST_SCALE)
@@ -128,15 +126,6 @@ def _minus_reciprocal(d):
     """-1 / d for d in [1, 2]; the sign comes with the constants, where it costs nothing."""
     y = tl.fma(tl.fma(tl.full(d.shape, -_R2, tl.float32), d, -_R1), d, -_R0)
     return y * tl.fma(d, y, _TWO)
-
-
-@triton.jit
-def _square_root(v):
-    y = _float(_ROOT_SEED - (_bits(v) >> 1))
-    t = v * y
-    e = t * y
-    p = tl.fma(tl.full(e.shape, _P3, tl.float32), e, _P2)
-    return t * tl.fma(tl.fma(p, e, _P1), e, _P0)
 
 
 @triton.jit
@@ -297,7 +286,7 @@ def _update_blocks(
         m = tl.fma(companded, -first_unit, g * tl.load(coefficients_ptr + 3))
         a = root_code * second_unit
         h = g * tl.load(coefficients_ptr + 5)
-        s = _square_root(tl.fma(a, a, h * h))
+        s = tl.sqrt_rn(tl.fma(a, a, h * h))
         x = _step(master, m, s, coefficients_ptr, DECAYS)
 
         offset = _mix32(block.to(tl.uint32) ^ low)

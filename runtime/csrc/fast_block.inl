@@ -1,16 +1,11 @@
 // The update of one block, several lanes at a time. Included once per variant, inside its namespace and its target options,
-// after kLanes, types F (floats) and I (uint32) of so many lanes, the operations on them and kInt8Unit,
-// a power of two that load_int8's result still has to be multiplied by, are defined there.
+// after kLanes, types F (floats) and I (uint32) of so many lanes, the operations on them, kInt8Unit, a power of two that
+// load_int8's result still has to be multiplied by, and kBlocksAhead, the blocks by which memory is asked for early, are
+// defined there.
 
 LAZYSCHED_INLINE F reciprocal(F d) {
   const F y = fma(fma(set(kReciprocal[2]), d, set(kReciprocal[1])), d, set(kReciprocal[0]));
   return mul(y, fnma(d, y, set(kReciprocalTwo)));
-}
-
-LAZYSCHED_INLINE F square_root(F v) {
-  const F y = as_float(sub(set_bits(kRootSeed), shift_right<1>(as_bits(v))));
-  const F t = mul(v, y), e = mul(t, y);
-  return mul(t, fma(fma(fma(set(kRoot[3]), e, set(kRoot[2])), e, set(kRoot[1])), e, set(kRoot[0])));
 }
 
 LAZYSCHED_INLINE F inverse(F d) {
@@ -19,53 +14,64 @@ LAZYSCHED_INLINE F inverse(F d) {
   return fma(y, fma(e, e, e), y);
 }
 
+// Asks for what a later block reads at the same place. Requests in every iteration are more than there are lines, but
+// choosing among them gained nothing.
+template <int kBytes>
+LAZYSCHED_INLINE void fetch_ahead(const void* array, int i) {
+  if (kBlocksAhead > 0) __builtin_prefetch(static_cast<const char*>(array) + (kBlocksAhead * kBlock + i) * kBytes);
+}
+
 // Passes over a block hand on through the innermost cache. Three short ones run faster than one: the chain of dependent
 // operations of an element is long, and a processor sees more elements at once when each takes fewer instructions.
 struct Scratch {
-  alignas(64) float m[kBlock], s[kBlock], x[kBlock];  // s holds v between the first two passes
+  alignas(64) float m[kBlock], s[kBlock], x[kBlock];
 };
 
-struct Roots {
-  float most;
-  bool finite;  // and every master with them
+struct Largest {
+  float first, second;
 };
 
+// The unit that takes roots is another than the one that multiplies, and this pass leaves it time.
 template <bool kNarrow>
-LAZYSCHED_INLINE float moments(const Block& b, const Coefficients& c, Scratch& scratch) {
+LAZYSCHED_INLINE Largest moments(const Block& b, const Coefficients& c, Scratch& scratch) {
   const F first_unit = set(*b.first_scale * c.first_decay * kInt8Unit), second_unit = set(*b.second_scale * c.second_decay);
   const F first_gain = set(c.first_gain), second_gain = set(c.second_gain);
-  F most = set(0.0f);
+  F most_first = set(0.0f), most_second = set(0.0f);
   for (int i = 0; i < kBlock; i += kLanes) {
+    fetch_ahead<kNarrow ? 2 : 4>(b.grad, i);
+    fetch_ahead<1>(b.first, i);
+    fetch_ahead<1>(b.second, i);
     const F g = kNarrow ? load_bf16(static_cast<const uint16_t*>(b.grad) + i)
                         : load_fp32(static_cast<const float*>(b.grad) + i);
     const F code = load_int8(b.first + i);
     const F companded = mul(code, reciprocal(fma(set(-1.0f / 127.0f * kInt8Unit), abs(code), set(2.0f))));
     const F m = fma(companded, first_unit, mul(g, first_gain));
     const F a = mul(load_uint8(b.second + i), second_unit), h = mul(g, second_gain);
-    most = max(most, abs(m));
+    const F s = square_root(fma(a, a, mul(h, h)));
+    most_first = max(most_first, abs(m));
+    most_second = max(most_second, s);
     store(scratch.m + i, m);
-    store(scratch.s + i, fma(a, a, mul(h, h)));
+    store(scratch.s + i, s);
   }
-  return max_of(most);
+  return {max_of(most_first), max_of(most_second)};
 }
 
+// Whether every master is finite, and every moment with them.
 template <bool kNarrow>
-LAZYSCHED_INLINE Roots step(const Block& b, const Coefficients& c, Scratch& scratch) {
+LAZYSCHED_INLINE bool step(const Block& b, const Coefficients& c, Scratch& scratch) {
   const F epsilon = set(c.epsilon), step_size = set(c.step_size), decay = set(b.decay);
-  F most = set(0.0f), zero_if_finite = set(0.0f);
+  F zero_if_finite = set(0.0f);
   for (int i = 0; i < kBlock; i += kLanes) {
-    const F s = square_root(load(scratch.s + i));
-    const F u = mul(load(scratch.m + i), inverse(add(s, epsilon)));
+    fetch_ahead<kNarrow ? 2 : 4>(b.weight, i);
+    if (kNarrow) fetch_ahead<1>(b.correction, i);
+    const F u = mul(load(scratch.m + i), inverse(add(load(scratch.s + i), epsilon)));
     const F master = kNarrow ? load_master(static_cast<const uint16_t*>(b.weight) + i, b.correction + i)
                              : load_fp32(static_cast<const float*>(b.weight) + i);
     const F x = fma(step_size, u, mul(master, decay));
-    most = max(most, s);
     zero_if_finite = fma(x, set(0.0f), zero_if_finite);
-    store(scratch.s + i, s);
     store(scratch.x + i, x);
   }
-  const float sum = sum_of(zero_if_finite);
-  return {max_of(most), sum == sum};
+  return sum_of(zero_if_finite) == 0.0f;
 }
 
 template <bool kNarrow>
@@ -93,11 +99,10 @@ LAZYSCHED_INLINE void encode(const Block& b, const Scratch& scratch, float most_
 template <bool kNarrow>
 static void update_full_block(const Block& b, const Coefficients& c) {
   Scratch scratch;
-  const float most_first = moments<kNarrow>(b, c, scratch);
-  const Roots roots = step<kNarrow>(b, c, scratch);
-  if (!roots.finite) return portable::update_block<kNarrow>(b, c);
-  const float first = most_first < kSmallestScale ? 0.0f : most_first;
-  const float second = roots.most < kSmallestScale ? 0.0f : roots.most;
+  const Largest most = moments<kNarrow>(b, c, scratch);
+  if (!step<kNarrow>(b, c, scratch)) return portable::update_block<kNarrow>(b, c);
+  const float first = most.first < kSmallestScale ? 0.0f : most.first;
+  const float second = most.second < kSmallestScale ? 0.0f : most.second;
   encode<kNarrow>(b, scratch, first, second);
   *b.first_scale = first;
   *b.second_scale = second * c.inverse_k;

@@ -3,6 +3,7 @@
 
 constexpr int kRegisters = 2, kLanes = 8 * kRegisters;
 constexpr float kInt8Unit = 0x1p-24f;  // load_int8 leaves codes at the top of their words
+constexpr int64_t kBlocksAhead = 4;
 
 struct F {
   __m256 v[kRegisters];
@@ -25,6 +26,7 @@ LAZYSCHED_INLINE F mul(F a, F b) { LAZYSCHED_EACH(F, _mm256_mul_ps(a.v[k], b.v[k
 LAZYSCHED_INLINE F fma(F a, F b, F c) { LAZYSCHED_EACH(F, _mm256_fmadd_ps(a.v[k], b.v[k], c.v[k])); }
 LAZYSCHED_INLINE F fnma(F a, F b, F c) { LAZYSCHED_EACH(F, _mm256_fnmadd_ps(a.v[k], b.v[k], c.v[k])); }
 LAZYSCHED_INLINE F max(F a, F b) { LAZYSCHED_EACH(F, _mm256_max_ps(a.v[k], b.v[k])); }
+LAZYSCHED_INLINE F square_root(F a) { LAZYSCHED_EACH(F, _mm256_sqrt_ps(a.v[k])); }
 LAZYSCHED_INLINE F abs(F a) { LAZYSCHED_EACH(F, _mm256_andnot_ps(_mm256_set1_ps(-0.0f), a.v[k])); }
 LAZYSCHED_INLINE I add(I a, I b) { LAZYSCHED_EACH(I, _mm256_add_epi32(a.v[k], b.v[k])); }
 LAZYSCHED_INLINE I sub(I a, I b) { LAZYSCHED_EACH(I, _mm256_sub_epi32(a.v[k], b.v[k])); }

@@ -27,12 +27,6 @@ inline float reciprocal(float d) {
   return y * std::fma(-d, y, kReciprocalTwo);
 }
 
-inline float square_root(float v) {
-  const float y = float_of(kRootSeed - (bits_of(v) >> 1));
-  const float t = v * y, e = t * y;
-  return t * std::fma(std::fma(std::fma(kRoot[3], e, kRoot[2]), e, kRoot[1]), e, kRoot[0]);
-}
-
 inline float inverse(float d) {
   const float y = float_of(kInverseSeed - bits_of(d));
   const float e = std::fma(-d, y, 1.0f);
@@ -103,7 +97,7 @@ void update_block(const Block& b, const Coefficients& c) {
     const float companded = code * reciprocal(std::fma(-1.0f / 127.0f, std::fabs(code), 2.0f));
     m[i] = std::fma(companded, first_unit, g * c.first_gain);
     const float a = static_cast<float>(b.second[i]) * second_unit, h = g * c.second_gain;
-    s[i] = square_root(std::fma(a, a, h * h));
+    s[i] = std::sqrt(std::fma(a, a, h * h));
     const float u = m[i] * inverse(s[i] + c.epsilon);
     if constexpr (kNarrow) {
       uint16_t& weight = static_cast<uint16_t*>(b.weight)[i];

@@ -9,8 +9,7 @@ constexpr int64_t kBlock = 256;
 constexpr float kSmallestScale = 0x1p-80f;
 constexpr float kReciprocal[3] = {2.12121254f, -1.45454577f, 0.32323235f};
 constexpr float kReciprocalTwo = 2.0000510f;
-constexpr float kRoot[4] = {2.18762629f, -2.18658895f, 1.31030124f, -0.31133933f};
-constexpr uint32_t kRootSeed = 0x5F378180u, kInverseSeed = 0x7EF31200u;
+constexpr uint32_t kInverseSeed = 0x7EF31200u;
 constexpr float kFirstMagic = 12582912.0f;   // 1.5 * 2^23: the low bits of a sum with it are a signed integer
 constexpr float kSecondMagic = 8388608.0f;   // 2^23: likewise, not negative
 constexpr float kSecondLowest = 8388610.0f;  // code 2

@@ -16,7 +16,6 @@ from lazysched.runtime.hybrid8_backends import PreparedUpdate, States, TorchUpda
 from lazysched.runtime.kernels import CompiledUpdate, variants
 
 RECIPROCAL_ERROR = 5.2e-5
-ROOT_ERROR = 1e-6
 INVERSE_ERROR = 1.3e-4
 """Relative, as documented where the functions are defined; tests go through their arguments."""
 FLOAT_ERROR = 4 * 2.0**-24

@@ -14,7 +14,6 @@ from lazysched.runtime.hybrid8 import BlockState, Coefficients
 from tests.runtime.hybrid8_cases import arrays
 
 F = np.float32
-ROOT = (F(2.18762629), F(-2.18658895), F(1.31030124), F(-0.31133933))
 RECIPROCAL = (F(2.12121254), F(-1.45454577), F(0.32323235))
 
 
@@ -79,13 +78,6 @@ def reciprocal(d: np.float32) -> np.float32:
     return y * fma(-d, y, F(2.0000510))
 
 
-def square_root(v: np.float32) -> np.float32:
-    y = number_of(0x5F378180 - (pattern_of(float(v)) >> 1))
-    t = v * y
-    e = t * y
-    return t * fma(fma(fma(ROOT[3], e, ROOT[2]), e, ROOT[1]), e, ROOT[0])
-
-
 def inverse(d: np.float32) -> np.float32:
     y = number_of(0x7EF31200 - pattern_of(float(d)))
     e = fma(-d, y, 1)
@@ -111,7 +103,7 @@ def exact_block(state: BlockState, stream: tuple[int, str], c: Coefficients, blo
         companded = first * reciprocal(fma(F(-1 / 127), abs(first), 2))
         m.append(fma(companded, scales[0] * k["first_decay"], g * k["first_gain"]))
         a, h = second * (scales[1] * k["second_decay"]), g * k["second_gain"]
-        s.append(square_root(fma(a, a, h * h)))
+        s.append(np.sqrt(fma(a, a, h * h)))
         u = m[-1] * inverse(s[-1] + k["epsilon"])
         x.append(fma(k["step_size"], u, start * k["decay"] if state.decays else start))
     most_m, most_s = max(abs(v) for v in m), max(s)

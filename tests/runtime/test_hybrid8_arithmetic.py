@@ -17,7 +17,6 @@ from lazysched.runtime.hybrid8_torch import fma, inverse, random_words, reciproc
 from tests.runtime.hybrid8_cases import (
     INVERSE_ERROR,
     RECIPROCAL_ERROR,
-    ROOT_ERROR,
     Prepare,
     Settings,
     each_backend,
@@ -129,11 +128,17 @@ def test_reciprocal_never_makes_a_code_of_128() -> None:
         assert ((d - 1) * FIRST_UNITS * reciprocal(d)).max() <= 127 * 2**14
 
 
-@pytest.mark.parametrize(("low", "high", "stride"), [(1.0, 4.0, 1), (2.0**-126, LARGEST, 1999)])
-def test_square_root_is_within_its_error(low: float, high: float, stride: int) -> None:
-    """All of two binades, which the others repeat, as powers of 4 only move the exponent; and a grid over the range."""
+@pytest.mark.parametrize(("low", "high", "stride"), [(1.0, 4.0, 1), (2.0**-149, LARGEST, 1999)])
+def test_square_root_is_rounded_right(low: float, high: float, stride: int) -> None:
+    """All of two binades, which the others repeat, as powers of 4 only move the exponent; and a grid over the range.
+    Halfway points between neighbours have 25 bits, so that their squares are exact in fp64; no root is one."""
     for v in every(low, high, stride):
-        assert relative_error(square_root(v), v.double().sqrt()) <= ROOT_ERROR
+        root = square_root(v)
+        below, above = (
+            (root.double() + torch.nextafter(root, torch.tensor(limit)).double()) / 2 for limit in (0.0, float("inf"))
+        )
+        assert (below.square() < v).all()
+        assert (v < above.square()).all()
 
 
 @pytest.mark.parametrize(("low", "high", "stride"), [(1.0, 2.0, 1), (1e-30, 2.0**65, 997)])
@@ -143,12 +148,8 @@ def test_inverse_is_within_its_error(low: float, high: float, stride: int) -> No
         assert relative_error(inverse(d), 1 / d.double()) <= INVERSE_ERROR
 
 
-def test_square_root_of_zero_is_zero_and_of_subnormals_finite_and_small() -> None:
-    assert square_root(torch.zeros(1)).item() == 0
-    tiny = square_root(floats(torch.arange(1, 0x00800000, 101)))
-    assert tiny.isfinite().all()
-    assert (tiny > 0).all()
-    assert tiny.max() <= 2.0**-63 * (1 + ROOT_ERROR)
+def test_square_roots_of_zero_and_infinity_are_themselves() -> None:
+    assert square_root(torch.tensor([0.0, float("inf")])).tolist() == [0.0, float("inf")]
 
 
 @given(st.integers(0, 2**32 - 1), st.text(max_size=20), st.integers(1, 2**24), st.integers(0, 2**31 - 1))
