@@ -76,7 +76,10 @@ class Recorder:
 
 
 def _anchor() -> tuple[torch.cuda.Event, float]:
-    """An event and the host's time at which it happened: of some tries the one that took least."""
+    """An event and when the host saw it happen: of some tries the one that took least.
+
+    Behind other work in the GPU's queues an event may happen late, but the host sees it at once.
+    """
     stream = torch.cuda.Stream()
     tries: list[tuple[float, torch.cuda.Event, float]] = []
     for _ in range(ANCHOR_TRIES):
@@ -85,7 +88,7 @@ def _anchor() -> tuple[torch.cuda.Event, float]:
         event.record(stream)
         event.synchronize()
         after_s = time.perf_counter()
-        tries.append((after_s - before_s, event, (before_s + after_s) / 2))
+        tries.append((after_s - before_s, event, after_s))
     _, event, host_s = min(tries, key=lambda row: row[0])
     return event, host_s
 

@@ -131,7 +131,15 @@ def test_what_is_no_size_is_refused(text: str) -> None:
 
 @pytest.mark.parametrize(
     ("text", "steps"),
-    [("3:5", [3, 4]), (":2", [0, 1]), ("8:", [8, 9]), ("-2:", [8, 9]), ("0:9:4", [0, 4, 8]), ("12:", []), (":", [*range(10)])],
+    [
+        ("3:5", [3, 4]),
+        (":2", [0, 1]),
+        ("8:", [8, 9]),
+        ("-2:", [8, 9]),
+        ("0:9:4", [0, 4, 8]),
+        ("12:", []),
+        (":", [*range(10)]),
+    ],
 )
 def test_ranges(text: str, steps: list[int]) -> None:
     chosen = parse_slice(text)
