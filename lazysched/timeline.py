@@ -16,6 +16,7 @@ from typing import NamedTuple
 from lazysched.schemas import Engine, Op, Program
 
 BUSY_SHARE = 0.01
+"""Of what the other direction moves: from there on both directions count as busy."""
 LINK_ENGINES: tuple[Engine, ...] = ("h2d", "d2h", "nvme_read", "nvme_write", "collective")
 
 
@@ -136,7 +137,7 @@ def moved_bytes(ops: Iterable[Op]) -> dict[Engine, int]:
 
 
 def both_ways(program: Program) -> bool:
-    """Whether host and GPU copy both ways at once: the direction that moves less moves at least ``BUSY_SHARE``."""
+    """Whether a step keeps both directions between host and GPU busy."""
     moved = moved_bytes(program.ops.values())
     less, more = sorted((moved.get("h2d", 0), moved.get("d2h", 0)))
     return less >= BUSY_SHARE * more and less > 0

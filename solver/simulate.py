@@ -7,8 +7,8 @@ key. Nothing of the mixed-integer program is used here, so that the one can be h
 On a CPU all engines are one thread (``InlineEngines`` of the runtime): operations run one after the other, and whatever
 is not compute is exposed.
 
-A copy between host and GPU takes the curve measured with both directions busy as soon as the direction that moves less
-moves at least ``BUSY_SHARE`` of what the other one moves; otherwise the curve of its direction alone.
+A copy between host and GPU takes the curve measured with both directions busy where the program keeps both busy
+(``lazysched.timeline.both_ways``); otherwise the curve of its direction alone.
 """
 
 from __future__ import annotations

@@ -103,7 +103,7 @@ def test_a_run_says_what_its_operations_took(case: Case, tmp_path: Path) -> None
     assert repeats == 3 * sum(bool(op.cost) for op in case.program.ops.values())
     text = shown(result)
     for engine in ("h2d", "d2h", "cpu"):
-        assert f"waiting for {engine}" in text
+        assert f"compute waits for {engine}" in text
     assert "not measured" not in text
 
 

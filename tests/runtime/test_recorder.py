@@ -121,20 +121,20 @@ def test_clocks_of_gpu_and_host_come_onto_one_axis(monkeypatch: pytest.MonkeyPat
     timed = recorder.of(6)
     assert timed is not None
 
-    def goes_on() -> None:
-        """A quarter of a second of work, by both clocks."""
-        nonlocal host_s
+    def launched() -> None:
+        """Takes the GPU a quarter of a second, the host nothing."""
         FakeEvent.now_ms += 250.0
-        host_s += 0.25
 
-    ops = [
-        Op.model_validate({"id": name, "kind": "update", "engine": engine, "priority": index})
-        for index, (name, engine) in enumerate([("gpu", "compute"), ("cpu", "cpu"), ("up", "h2d")])
-    ]
-    for op in ops:
-        timed(op, goes_on)()
+    def updated() -> None:
+        nonlocal host_s
+        host_s += 0.5
+
+    ops = [("gpu", "compute", launched), ("cpu", "cpu", updated), ("up", "h2d", launched)]
+    for priority, (name, engine, work) in enumerate(ops):
+        op = Op.model_validate({"id": name, "kind": "update", "engine": engine, "priority": priority})
+        timed(op, work)()
     found = [(interval.op, interval.start_s, interval.end_s) for interval in recorder.intervals()]
-    assert found == [("gpu", 70.0, 70.25), ("cpu", 70.25, 70.5), ("up", 70.5, 70.75)]
+    assert found == [("gpu", 70.0, 70.25), ("cpu", 70.0, 70.5), ("up", 70.25, 70.5)]
 
 
 def test_the_anchor_is_the_try_that_the_host_saw_best(monkeypatch: pytest.MonkeyPatch) -> None:
