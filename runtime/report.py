@@ -40,7 +40,8 @@ def _add_timed_rows(table: Table, result: TrainResult) -> None:
     is_predicted = result.predicted_step_s is not None
     for engine in predicted_s | (timed.exposed_s if timed else {}):
         measured = _time(timed.exposed_s.get(engine, 0.0)) if timed else NOT_MEASURED
-        table.add_row(f"compute waits for {engine}", _time(predicted_s.get(engine, 0.0) if is_predicted else None), measured)
+        planned = _time(predicted_s.get(engine, 0.0) if is_predicted else None)
+        table.add_row(f"compute waits for {engine}", planned, measured)
     idle_s = sum(predicted_s.values()) if is_predicted else None
     table.add_row("compute idle", _time(idle_s), _time(timed.idle_s) if timed else NOT_MEASURED)
     for engine in predicted_bytes | (timed.moved_bytes if timed else {}):
