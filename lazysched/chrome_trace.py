@@ -29,8 +29,9 @@ def chrome_trace(program: Program, intervals: Sequence[Interval]) -> dict[str, A
     """
     origin_s = min((interval.start_s for interval in intervals), default=0.0)
     used = {interval.engine for interval in intervals}
-    engines = [engine for engine in (*ROWS, *get_args(Engine)) if engine in ROWS or engine in used]
-    rows = {engine: row for row, engine in enumerate(dict.fromkeys(engines), start=1)}
+    known: tuple[Engine, ...] = get_args(Engine)
+    engines = [*ROWS, *(engine for engine in known if engine in used and engine not in ROWS)]
+    rows = {engine: row for row, engine in enumerate(engines, start=1)}
     events = [_event(program, interval, rows[interval.engine], origin_s) for interval in intervals]
     return {"traceEvents": [*_names(rows), *events], "displayTimeUnit": "ms"}
 

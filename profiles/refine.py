@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Literal, cast
+from typing import Literal
 
 from lazysched.errors import UsageError
 from lazysched.schemas import Curve, Profile, Rate, Recording, TimedOp
@@ -67,11 +67,11 @@ class _Refinement:
         for cost, timed in _by_cost(self.recording.durations).items():
             match cost:
                 case ("variant", structure, name, "forward" | "backward" as direction):
-                    self._variant(structure, name, cast(Literal["forward", "backward"], direction), timed)
+                    self._variant(structure, name, direction, timed)
                 case ("link", link):
                     self._link(link, timed)
                 case ("update", "cpu" | "gpu" as processor, state_format):
-                    self._update(cast(Literal["cpu", "gpu"], processor), state_format, timed)
+                    self._update(processor, state_format, timed)
                 case _:
                     raise UsageError(f"from_run: {RECORDING_FILE}: durations: cost {cost} is not known; train again")
         changed = {"variants": self.variants, "links": self.links, "update": self.update, "notes": self.notes}
