@@ -31,7 +31,7 @@ def chrome_trace(program: Program, intervals: Sequence[Interval]) -> dict[str, A
     used = {interval.engine for interval in intervals}
     known: tuple[Engine, ...] = get_args(Engine)
     engines = [*ROWS, *(engine for engine in known if engine in used and engine not in ROWS)]
-    rows = {engine: row for row, engine in enumerate(engines, start=1)}
+    rows: dict[Engine, int] = {engine: row for row, engine in enumerate(engines, start=1)}
     events = [_event(program, interval, rows[interval.engine], origin_s) for interval in intervals]
     return {"traceEvents": [*_names(rows), *events], "displayTimeUnit": "ms"}
 
