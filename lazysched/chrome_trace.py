@@ -30,16 +30,16 @@ def chrome_trace(program: Program, intervals: Sequence[Interval]) -> dict[str, A
     origin_s = min((interval.start_s for interval in intervals), default=0.0)
     used = {interval.engine for interval in intervals}
     known: tuple[Engine, ...] = get_args(Engine)
-    engines = [*ROWS, *(engine for engine in known if engine in used and engine not in ROWS)]
-    rows: dict[Engine, int] = {engine: row for row, engine in enumerate(engines, start=1)}
+    engines: list[Engine] = [*ROWS, *(engine for engine in known if engine in used and engine not in ROWS)]
+    rows = {engine: row for row, engine in enumerate(engines, start=1)}
     events = [_event(program, interval, rows[interval.engine], origin_s) for interval in intervals]
-    return {"traceEvents": [*_names(rows), *events], "displayTimeUnit": "ms"}
+    return {"traceEvents": [*_names(engines), *events], "displayTimeUnit": "ms"}
 
 
-def _names(rows: dict[Engine, int]) -> Iterable[dict[str, Any]]:
+def _names(engines: Sequence[Engine]) -> Iterable[dict[str, Any]]:
     """Metadata events: names of the process and its rows, and their order."""
     yield {"ph": "M", "name": "process_name", "pid": PROCESS, "tid": 0, "args": {"name": "lazysched"}}
-    for engine, row in rows.items():
+    for row, engine in enumerate(engines, start=1):
         yield {"ph": "M", "name": "thread_name", "pid": PROCESS, "tid": row, "args": {"name": engine}}
         yield {"ph": "M", "name": "thread_sort_index", "pid": PROCESS, "tid": row, "args": {"sort_index": row}}
 
