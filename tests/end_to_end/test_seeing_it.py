@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,9 @@ from rich.console import Console
 import lazysched
 from lazysched.cli import main
 from lazysched.lower import lower
+from lazysched.runtime.loop import StepRow
 from lazysched.runtime.report import comparison_table
-from lazysched.runtime.train import TIMED_STEPS, TrainResult
+from lazysched.runtime.train import TIMED_STEPS, TrainResult, _counts
 from lazysched.schemas import Plan, Profile, Program, Recording
 from lazysched.solver import simulate
 from lazysched.timeline import moved_bytes
@@ -72,7 +73,9 @@ def events_of(trace: Path) -> tuple[dict[int, str], list[dict[str, Any]]]:
     return rows, [event for event in events if event["ph"] == "X"]
 
 
-@pytest.mark.parametrize(("flags", "steps"), [([], [2, 3, 4]), (["--trace-steps", "-1:"], [5])])
+@pytest.mark.parametrize(
+    ("flags", "steps"), [([], [2, 3, 4]), (["--trace-steps", "-1:"], [5]), (["--trace-steps", ":2"], [0, 1])]
+)
 def test_a_trace_holds_every_operation_of_the_chosen_steps(
     case: Case, tmp_path: Path, flags: list[str], steps: list[int]
 ) -> None:
@@ -83,6 +86,8 @@ def test_a_trace_holds_every_operation_of_the_chosen_steps(
     assert {op.engine for op in ops} == {"compute", "h2d", "d2h", "cpu"}
     found = [(event["args"]["step"], event["args"]["id"], rows[event["tid"]]) for event in events]
     assert found == [(step, op.id, op.engine) for step in steps for op in ops]
+    recording = Recording.load(tmp_path / "out" / "measured_ops.json")
+    assert recording.steps == sorted({2, 3, 4, *steps} - {0, 1}), "warm-up says nothing of what operations take"
     # In line, one thing at a time; a nanosecond is the resolution of the file.
     assert all(before["ts"] + before["dur"] <= after["ts"] + 1e-3 for before, after in pairwise(events))
 
@@ -105,6 +110,13 @@ def test_a_run_says_what_its_operations_took(case: Case, tmp_path: Path) -> None
     for engine in ("h2d", "d2h", "cpu"):
         assert f"compute waits for {engine}" in text
     assert "not measured" not in text
+
+
+def test_skipped_steps_and_warm_up_do_not_count() -> None:
+    row = StepRow(2, 1.0, 1.0, 1e-3, tokens=8, trained_tokens=4, step_s=0.5, skipped=False)
+    assert _counts(row)
+    assert not _counts(replace(row, skipped=True))
+    assert not _counts(replace(row, step=1))
 
 
 def test_a_run_too_short_to_be_timed_says_so(case: Case, tmp_path: Path) -> None:
