@@ -15,7 +15,8 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -23,18 +24,22 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from rich.table import Table
 from rows import make_row, save_rows
 
+from lazysched.chrome_trace import save_chrome_trace
 from lazysched.profiles.measure import profile
 from lazysched.runtime import machine
 from lazysched.runtime.batch import Batch
 from lazysched.runtime.engines import seconds_between
+from lazysched.runtime.recorder import Recorder
 from lazysched.runtime.session import Session
 from lazysched.runtime.sources import resolve_model
 from lazysched.runtime.stage_updates import AdamWSettings
-from lazysched.schemas import Plan, Profile
-from lazysched.solver import solve
+from lazysched.schemas import Profile, Program
+from lazysched.solver import Solution, solve
 from lazysched.solver.report import print_solution
+from lazysched.timeline import Interval, timed_steps
 
 SHAPES: dict[str, dict[str, Any]] = {
     "3b": {
@@ -56,6 +61,8 @@ SHAPES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 WARM_UP_STEPS = 2
 """Intervals between steps that are left out."""
+TIMED_STEPS = 3
+"""Steps after these whose operations are timed."""
 
 
 @dataclass(frozen=True)
@@ -103,6 +110,7 @@ def main() -> None:
     parser.add_argument("--profile", type=Path, default=None, help="use this profile of the case, measure none")
     parser.add_argument("--save-profile", type=Path, default=None)
     parser.add_argument("--save-plan", type=Path, default=None)
+    parser.add_argument("--trace", type=Path, default=None, help="Chrome trace of the steps after warm-up")
     parser.add_argument("--results", type=Path, default=None, help="folder of step.json")
     arguments = parser.parse_args()
     case = next(case for case in CASES if case.name == ("smoke" if arguments.smoke else arguments.case))
@@ -131,7 +139,7 @@ def run(case: Case, arguments: argparse.Namespace) -> list[dict[str, object]]:
     print_solution(solution, measured, Console(width=120))
     if arguments.save_plan is not None:
         solution.plan.save(arguments.save_plan)
-    figures = measure(case, solution.plan, config, measured, device)
+    figures = measure(case, solution, config, measured, device, arguments.trace)
     figures["profile_s"] = (profile_s, "s")
     command, where = f"python benchmarks/step.py --case {case.name}", measured.hardware_id
     return [make_row(case.name, metric, value, unit, where, command) for metric, (value, unit) in figures.items()]
@@ -150,39 +158,70 @@ def profiled(case: Case, config_path: Path, arguments: argparse.Namespace) -> tu
 
 
 def measure(
-    case: Case, plan: Plan, config: Any, measured: Profile, device: torch.device
+    case: Case, solution: Solution, config: Any, measured: Profile, device: torch.device, trace: Path | None
 ) -> dict[str, tuple[float | None, str]]:
     """Train some steps as the plan says; metric -> (value, unit)."""
-    on_gpu = device.type == "cuda"
+    on_gpu, plan = device.type == "cuda", solution.plan
     machine.reset_peaks(device)
     machine.configure_allocator(device, plan.budget_bytes.get("gpu"))
     limit = machine.host_memory()[1]
+    recorder = Recorder(range(WARM_UP_STEPS, WARM_UP_STEPS + TIMED_STEPS), device)
+    started_s = time.perf_counter()
     with Session(plan, config, device, settings=AdamWSettings(), max_grad_norm=1.0, host_limit_bytes=limit) as session:
+        opened_s = time.perf_counter()
         session.initialise(seed=0)
-        times_s = list(step_times(session, case, config.vocab_size))
+        print(f"opened in {opened_s - started_s:.1f} s, weights drawn in {time.perf_counter() - opened_s:.1f} s")
+        times_s = list(step_times(session, case, config.vocab_size, recorder))[WARM_UP_STEPS:]
         reserved = torch.cuda.max_memory_reserved() + machine.context_bytes(device) if on_gpu else None
-    step_s, tokens = statistics.median(times_s[WARM_UP_STEPS:]), case.batch_size * case.seq_len
+        intervals = recorder.intervals()
+        timed = timed_steps(session.program, intervals, in_line=not on_gpu)
+        print_by_kind(session.program, intervals, solution.timeline.intervals)
+        if trace is not None:
+            save_chrome_trace(trace, session.program, intervals)
+    step_s, tokens = statistics.median(times_s), case.batch_size * case.seq_len
     assert plan.predicted is not None
+    assert timed is not None
+    predicted_s = plan.predicted.step_s
     return {
         "step_s": (step_s, "s"),
-        "predicted_step_s": (plan.predicted.step_s, "s"),
+        "predicted_step_s": (predicted_s, "s"),
+        "predicted_over_measured": (predicted_s / step_s, "1"),
         "tokens_per_s": (tokens / step_s, "1/s"),
         "model_tflops": (model_flops(case, measured) / step_s / 1e12, "TFLOP/s"),
+        "exposed_share": (timed.idle_s / step_s, "1"),
         "peak_gpu_bytes": (reserved, "bytes"),
         "predicted_peak_gpu_bytes": (plan.predicted.peak_bytes["gpu"], "bytes"),
         "gpu_budget_bytes": (case.gpu_bytes, "bytes"),
-        "slowest_step_s": (max(times_s[WARM_UP_STEPS:]), "s"),
+        "slowest_step_s": (max(times_s), "s"),
     }
 
 
-def step_times(session: Session, case: Case, vocabulary: int) -> Iterator[float]:
+def step_times(session: Session, case: Case, vocabulary: int, recorder: Recorder) -> Iterator[float]:
     """Seconds from the end of one step on ``compute`` to the next one's."""
     executor = session.executor
-    results = [executor.step(random_batch(case, vocabulary, step), 1e-5) for step in range(case.num_steps)]
+    results = [
+        executor.step(random_batch(case, vocabulary, step), 1e-5, recorder.of(step)) for step in range(case.num_steps)
+    ]
     executor.drain()
     for before, after in pairwise(results):
         print(f"loss {after.loss:.4f} norm {after.grad_norm:.3f}", flush=True)
         yield seconds_between(before.end, after.end)
+
+
+def print_by_kind(program: Program, measured: Sequence[Interval], predicted: Sequence[Interval]) -> None:
+    """Seconds per step by kind of operation, measured beside predicted."""
+    table = Table("engine", "kind", "cost", "count", "predicted ms", "measured ms", title="Per step")
+    sums: dict[tuple[str, str, str], list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
+    for column, intervals in enumerate((predicted, measured), start=1):
+        num_steps = len({interval.step for interval in intervals})
+        for interval in intervals:
+            op = program.ops[interval.op]
+            row = sums[op.engine, op.kind, " ".join(op.cost[2:])]
+            row[column] += 1e3 * interval.duration_s / num_steps
+            row[0] += 1 / num_steps if column == 1 else 0
+    for key, (count, predicted_ms, measured_ms) in sorted(sums.items()):
+        table.add_row(*key, f"{count:.0f}", f"{predicted_ms:.2f}", f"{measured_ms:.2f}")
+    Console(width=120).print(table)
 
 
 def random_batch(case: Case, vocabulary: int, seed: int) -> Batch:

@@ -19,7 +19,7 @@ from typer.exceptions import TyperException
 
 from lazysched.errors import LazyschedError, UsageError
 from lazysched.schemas import Plan, Profile
-from lazysched.units import parse_bytes
+from lazysched.units import parse_bytes, parse_slice
 
 INTERRUPTED = 130
 
@@ -91,7 +91,12 @@ def _options(
 
 @app.command()
 def profile(
-    model: Annotated[str, typer.Argument(help="Hugging Face folder or hub name, GGUF file, or a config.json alone.")],
+    context: typer.Context,
+    *,
+    model: Annotated[
+        str | None,
+        typer.Argument(metavar="MODEL", help="Hugging Face folder or hub name, GGUF file, or a config.json alone."),
+    ] = None,
     output: Annotated[Path, typer.Option("--output", "-o", help="Profile to write, JSON or YAML.")],
     device: DeviceOption = "auto",
     dtype: Annotated[
@@ -108,9 +113,21 @@ def profile(
             "--compile/--no-compile", help="Compile blocks and loss. [on a GPU: --compile]", show_default=False
         ),
     ] = None,
+    from_run: Annotated[
+        Path | None, typer.Option(metavar="RUN_DIR", help="Measure nothing; refine --profile by what a run took.")
+    ] = None,
+    profile_file: Annotated[
+        Path | None, typer.Option("--profile", metavar="PROFILE", help="What to refine; needs --from-run.")
+    ] = None,
 ) -> None:
-    """Measure what this machine does with MODEL."""
+    """Measure what this machine does with MODEL, or refine a profile by a run: --from-run RUN_DIR --profile PROFILE."""
     _require_folder_of(output)
+    if from_run is not None or profile_file is not None:
+        _refine_profile(context, from_run, profile_file).save(output)
+        Console().print(f"wrote {output}", highlight=False, markup=False)
+        return
+    if model is None:
+        raise UsageError("MODEL: missing; name a model, or a run with --from-run and --profile")
     from lazysched.profiles.measure import profile as measure
 
     measured = measure(
@@ -126,6 +143,22 @@ def profile(
     for warning in measured.doubts():
         Console(stderr=True).print(f"warning: {warning}", highlight=False, markup=False, soft_wrap=True)
     Console().print(f"wrote {output}", highlight=False, markup=False)
+
+
+def _refine_profile(context: typer.Context, from_run: Path | None, profile_file: Path | None) -> Profile:
+    """The profile in ``profile_file`` with what the run in ``from_run`` took; other arguments are refused."""
+    if from_run is None:
+        raise UsageError("--from-run: missing; --profile names what a run refines, name the run's --output-dir too")
+    if profile_file is None:
+        raise UsageError("--profile: missing; --from-run refines a profile, name the one that the plan was solved from")
+    for name in ("model", "device", "dtype", "seq_len", "micro_batch", "storage"):
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            shown = "MODEL" if name == "model" else f"--{name.replace('_', '-')}"
+            raise UsageError(f"{shown}: means nothing with --from-run, which measures nothing; leave it out")
+    from lazysched.profiles.refine import load_recording, refine
+
+    return refine(Profile.load(profile_file), load_recording(from_run))
 
 
 @app.command()
@@ -200,9 +233,16 @@ def train(
     adam_epsilon: Annotated[float, typer.Option(min=0)] = 1e-8,
     seed: Annotated[int, typer.Option(min=0)] = 42,
     logging_steps: Annotated[int, typer.Option(min=1, help="Steps between two lines of the log.")] = 1,
+    trace: Annotated[
+        str | None, typer.Option(help="File for a timeline of some steps; opens in Perfetto and chrome://tracing.")
+    ] = None,
+    trace_steps: Annotated[
+        str | None, typer.Option(metavar="FROM:TO", help="Which steps, counted from 0, TO left out. [2:5]")
+    ] = None,
 ) -> None:
     """Train MODEL as the plan says and write a Hugging Face folder."""
     schedule = Plan.load(plan)
+    steps = None if trace_steps is None else parse_slice(trace_steps, "--trace-steps")
     from lazysched.runtime.report import comparison_table
     from lazysched.runtime.train import train as run
 
@@ -227,6 +267,8 @@ def train(
         adam_epsilon=adam_epsilon,
         seed=seed,
         logging_steps=logging_steps,
+        trace=trace,
+        trace_steps=steps,
         console=console,
     )
     console.print(comparison_table(result, "training"))

@@ -1,4 +1,4 @@
-"""Quantities as people write them. GB = 1e9 bytes, GiB = 2**30 bytes."""
+"""Quantities and ranges as people write them. GB = 1e9 bytes, GiB = 2**30 bytes."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ _FACTORS = {
     "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40,
 }  # fmt: skip
 _PATTERN = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([A-Za-z]*)\s*")
+
+_SLICE = re.compile(r"\s*(-?[0-9]+)?\s*:\s*(-?[0-9]+)?\s*(?::\s*(-?[0-9]+)?\s*)?")
 
 
 def parse_bytes(text: str, field: str = "size") -> int:
@@ -32,6 +34,27 @@ def parse_bytes(text: str, field: str = "size") -> int:
     if match is None or factor is None:
         raise UsageError(f"{field}: {text!r} is not a size; write for example 24GB or 22.5GiB")
     return round(float(match.group(1)) * factor)
+
+
+def parse_slice(text: str, field: str = "range") -> slice:
+    """The slice of ``"3:5"``, ``"3:"``, ``":5"``, ``"-2:"`` or ``"0:100:10"``.
+
+    Raises:
+        UsageError: the text is no slice, or its stride is not positive.
+    """
+    match = _SLICE.fullmatch(text)
+    if match is None:
+        raise UsageError(f"{field}: {text!r} is not a range; write for example 3:5")
+    start, stop, stride = (None if part in (None, "") else int(part) for part in match.groups())
+    if stride is not None and stride < 1:
+        raise UsageError(f"{field}: {text!r} has a stride of {stride}; give 1 or more")
+    return slice(start, stop, stride)
+
+
+def format_slice(chosen: slice) -> str:
+    """``chosen`` as ``parse_slice`` reads it."""
+    parts = [chosen.start, chosen.stop] + ([] if chosen.step is None else [chosen.step])
+    return ":".join("" if part is None else str(part) for part in parts)
 
 
 def format_bytes(num_bytes: float) -> str:

@@ -15,7 +15,7 @@ from typing import Protocol, TypeVar
 import torch
 
 from lazysched.runtime.engines import cpu_threads
-from lazysched.schemas import Rate, Timing
+from lazysched.schemas import Rate, Timing, interquartile
 
 T = TypeVar("T")
 
@@ -120,16 +120,14 @@ def durations_of(
 
 def timing(durations_s: Sequence[float]) -> Timing:
     """Median and interquartile range of ``durations_s``."""
-    return Timing(
-        median_s=statistics.median(durations_s), spread_s=_interquartile(durations_s), repeats=len(durations_s)
-    )
+    return Timing.of(durations_s)
 
 
 def rate(durations_s: Sequence[float], amount: int) -> Rate:
     """Rate at which ``amount`` of work gets done in each of ``durations_s``."""
     rates = [amount / duration for duration in durations_s]
     median = statistics.median(rates)
-    return Rate(per_s=median, spread=_interquartile(rates) / median, repeats=len(rates))
+    return Rate(per_s=median, spread=interquartile(rates) / median, repeats=len(rates))
 
 
 def on_cpu_engine(work: Callable[[], T], device: torch.device) -> T:
@@ -138,10 +136,3 @@ def on_cpu_engine(work: Callable[[], T], device: torch.device) -> T:
         return work()
     with ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(cpu_threads(device),)) as worker:
         return worker.submit(work).result()
-
-
-def _interquartile(values: Sequence[float]) -> float:
-    if len(values) < 2:
-        return 0.0
-    low, _, high = statistics.quantiles(values, n=4, method="inclusive")
-    return high - low

@@ -105,7 +105,7 @@ def _update_work(
         else:
             updates.append(AdamWFp32(stage, weights, grads, state.view(torch.float32), _SETTINGS))
         for name in updates[-1].weights:
-            updates[-1].load(name, _fill)
+            updates[-1].load(name, _fill, dtype)
     factor, skip, step = torch.tensor([0.5, 0.0, 10.0], device=device)
     scale = StepScale(factor, _SETTINGS.coefficients(factor, skip, step, 1e-5), learning_rate=1e-5)
 

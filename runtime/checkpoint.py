@@ -65,6 +65,14 @@ class TensorReader:
         """
         return tuple(self._slices(name).get_shape())
 
+    def dtype(self, name: str) -> torch.dtype:
+        """Type of a stored tensor; fp32 stands for types that only :meth:`read_into` knows what to do with.
+
+        Raises:
+            UsageError: the checkpoint lacks it.
+        """
+        return torch.bfloat16 if self._slices(name).get_dtype() == "BF16" else torch.float32
+
     def read_into(self, name: str, destination: torch.Tensor) -> None:
         """Copy tensor ``name`` into ``destination``, converting between float types on the way.
 

@@ -15,6 +15,7 @@ from lazysched.runtime.buffers import Buffers
 from lazysched.runtime.engines import CudaEngines, Done, Engines, InlineEngines, Mark, cpu_threads
 from lazysched.runtime.model import Model
 from lazysched.runtime.operations import Operations, StepContext, norm_ranges
+from lazysched.runtime.recorder import Timed, Work
 from lazysched.runtime.stage_updates import AdamWSettings, StageUpdate
 from lazysched.schemas import Plan, Program
 
@@ -103,9 +104,12 @@ class Executor:
         self._done: dict[str, Done] = {}
         self._last: Program = program
 
-    def step(self, batch: Batch, learning_rate: float) -> StepResult:
-        """Launch one training step; its updates may run into the next step's forward."""
-        return self._run(self._training, batch, learning_rate)
+    def step(self, batch: Batch, learning_rate: float, timed: Timed | None = None) -> StepResult:
+        """Launch one training step; its updates may run into the next step's forward.
+
+        ``timed`` wraps the work of each operation, to see when it runs.
+        """
+        return self._run(self._training, batch, learning_rate, timed)
 
     def evaluate(self, batch: Batch) -> StepResult:
         """Launch the forward and the loss of one batch, nothing changes."""
@@ -124,7 +128,7 @@ class Executor:
         self._engines.close()
         self._operations.forget()
 
-    def _run(self, program: Program, batch: Batch, learning_rate: float) -> StepResult:
+    def _run(self, program: Program, batch: Batch, learning_rate: float, timed: Timed | None = None) -> StepResult:
         if program is not self._last:
             self.drain()
             self._done.clear()
@@ -136,7 +140,9 @@ class Executor:
         for op in program.ops.values():
             # A predecessor in the step before stands later in the order, so its entry is still that step's.
             after = [self._done.get(before) for before, _ in program.predecessors[op.id]]
-            work = partial(self._operations.run, op, context)
+            work: Work = partial(self._operations.run, op, context)
+            if timed is not None:
+                work = timed(op, work)
             self._done[op.id] = self._engines.submit(op.engine, work, after, op.id in signals)
         return StepResult(context.totals, self._done["totals/copy"], self._engines.mark(), self._norm_ranges)
 

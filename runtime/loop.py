@@ -12,6 +12,7 @@ from lazysched.errors import RunError
 from lazysched.runtime.batch import Batch
 from lazysched.runtime.engines import seconds_between
 from lazysched.runtime.executor import Executor, StepResult
+from lazysched.runtime.recorder import Recorder
 from lazysched.runtime.schedule import LearningRateSchedule
 
 MAX_NOT_FINITE_IN_A_ROW = 3
@@ -69,6 +70,7 @@ class TrainingLoop:
         batch_of: step -> its batch.
         schedule: step -> learning rate.
         report: called with each row as it becomes known.
+        recorder: times the operations of its steps; None times none.
     """
 
     def __init__(
@@ -77,7 +79,9 @@ class TrainingLoop:
         batch_of: Callable[[int], Batch],
         schedule: LearningRateSchedule,
         report: Callable[[StepRow], None],
+        recorder: Recorder | None = None,
     ) -> None:
+        self._recorder = recorder
         self._executor, self._batch_of, self._schedule, self._report = executor, batch_of, schedule, report
         self._history = History()
         self._not_finite_in_a_row = 0
@@ -93,7 +97,8 @@ class TrainingLoop:
         waiting: tuple[int, Batch, StepResult] | None = None
         for step in range(self._schedule.num_steps):
             batch = self._batch_of(step)
-            result = self._executor.step(batch, self._schedule.rate(step))
+            timed = None if self._recorder is None else self._recorder.of(step)
+            result = self._executor.step(batch, self._schedule.rate(step), timed)
             # Reading the numbers of a step that runs waits for it, so the next one is launched first.
             if waiting is not None:
                 self._read(*waiting)

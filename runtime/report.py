@@ -11,11 +11,17 @@ from lazysched.units import format_bytes, format_seconds
 if TYPE_CHECKING:
     from lazysched.runtime.train import TrainResult
 
+NOT_MEASURED = "not measured"
+
 
 def comparison_table(result: TrainResult, title: str) -> Table:
-    """Step time and peak memory of each tier, predicted and measured; skipped steps; held-out loss before and after."""
+    """Predicted and measured: step time, what ``compute`` waits for, bytes moved, peak memory of each tier.
+
+    Below them skipped steps, and held-out loss before and after.
+    """
     table = Table("", "predicted", "measured", title=title)
     table.add_row("step time", _time(result.predicted_step_s), _time(result.measured_step_s))
+    _add_timed_rows(table, result)
     if result.num_skipped:
         table.add_row("skipped steps", "", f"{result.num_skipped}, gradient not finite")
     for tier, num_bytes in result.peak_bytes.items():
@@ -26,6 +32,22 @@ def comparison_table(result: TrainResult, title: str) -> Table:
         table.add_row("", "before", "after")
         table.add_row("held-out loss", _loss(result.held_out_loss_before), _loss(result.held_out_loss_after))
     return table
+
+
+def _add_timed_rows(table: Table, result: TrainResult) -> None:
+    """What takes a timeline to know: waiting by engine, all idle time of ``compute``, bytes by engine."""
+    timed, predicted_s, predicted_bytes = result.timed, result.predicted_exposed_s, result.predicted_moved_bytes
+    is_predicted = result.predicted_step_s is not None
+    for engine in predicted_s | (timed.exposed_s if timed else {}):
+        measured = _time(timed.exposed_s.get(engine, 0.0)) if timed else NOT_MEASURED
+        planned = _time(predicted_s.get(engine, 0.0) if is_predicted else None)
+        table.add_row(f"compute waits for {engine}", planned, measured)
+    idle_s = sum(predicted_s.values()) if is_predicted else None
+    table.add_row("compute idle", _time(idle_s), _time(timed.idle_s) if timed else NOT_MEASURED)
+    for engine in predicted_bytes | (timed.moved_bytes if timed else {}):
+        moved = format_bytes(timed.moved_bytes.get(engine, 0)) if timed else NOT_MEASURED
+        planned = format_bytes(predicted_bytes.get(engine, 0)) if is_predicted else "-"
+        table.add_row(f"{engine} moves", planned, moved)
 
 
 def _time(seconds: float | None) -> str:

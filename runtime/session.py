@@ -74,14 +74,17 @@ class Session:
             return Hybrid8Update(stage, weights, grads, state, settings, small, threads)
         return AdamWFp32(stage, weights, grads, state.view(torch.float32), settings)
 
-    def load(self, read_into: Callable[[str, torch.Tensor], None]) -> None:
+    def load(
+        self, read_into: Callable[[str, torch.Tensor], None], stored: Callable[[str], torch.dtype] | None = None
+    ) -> None:
         """Fill the store; ``read_into(name, target)`` copies one checkpoint tensor into ``target``.
 
-        Targets lie in the store, but for 8-bit state beside bf16 weights: there each is a temporary of that tensor.
+        Targets lie in the store, but for 8-bit state beside bf16 weights: there each is a temporary of that tensor,
+        unless ``stored(name)``, the tensor's dtype in the checkpoint, is bf16 too.
         """
         for update in self.updates.values():
             for name in update.weights:
-                update.load(name, partial(read_into, name))
+                update.load(name, partial(read_into, name), torch.float32 if stored is None else stored(name))
 
     def initialise(self, seed: int) -> None:
         """Draw random weights as the model's own initialisation does; the same seed gives the same on one device."""
@@ -112,7 +115,7 @@ class Session:
         """Take a stage's weights from its flat store on any device."""
         update = self.updates[stage.id]
         for name, view in flat_views(weights, stage, weights.element_size()).items():
-            update.load(name, partial(_copy_into, view))
+            update.load(name, partial(_copy_into, view), view.dtype)
 
     def weight_names(self) -> list[tuple[str, tuple[int, ...]]]:
         """Name and shape of every stored weight, in the order of the stages."""

@@ -84,8 +84,14 @@ class StageUpdate(Protocol):
 
     weights: dict[str, torch.Tensor]
 
-    def load(self, name: str, fill: Fill) -> None:
-        """Take one tensor's value, with all the bits that the master has; needs memory for that tensor at most."""
+    def load(self, name: str, fill: Fill, stored: torch.dtype) -> None:
+        """Take one tensor's value, with all the bits that the master has; needs memory for that tensor at most.
+
+        Args:
+            name: of the weight.
+            fill: writes its value.
+            stored: dtype of that value: what the weight can hold takes no detour.
+        """
 
     def update(self, scale: StepScale) -> None:
         """Apply one step to weights and state; nothing changes where ``scale.skip`` is set."""
@@ -123,7 +129,7 @@ class AdamWFp32:
         largest = max((t[0][0].numel() for t in self._tensors), default=0)
         self._scratch_size = min(chunk, largest)
 
-    def load(self, name: str, fill: Fill) -> None:
+    def load(self, name: str, fill: Fill, stored: torch.dtype) -> None:
         """Fill the master and round it to the weight."""
         fill(self.master[name])
         if self.has_master:
@@ -189,10 +195,14 @@ class Hybrid8Update:
         }
         self._prepared = prepare(list(self._states.values()), threads=threads)
 
-    def load(self, name: str, fill: Fill) -> None:
+    def load(self, name: str, fill: Fill, stored: torch.dtype) -> None:
         """Fill the master: the fp32 weight itself, the fp32 master, or 24 bits in weight and correction."""
         state, weight = self._states[name], self.weights[name]
         if isinstance(state, BlockState) and state.correction is not None:
+            if stored == weight.dtype:
+                fill(weight)
+                state.correction.zero_()
+                return
             exact = torch.empty(weight.shape, dtype=torch.float32)  # on the host: a GPU's memory is planned
             fill(exact)
             _store_nearest(exact.view(-1), state.weight, state.correction)

@@ -11,20 +11,26 @@ import torch
 from rich.console import Console
 from transformers import AutoTokenizer
 
+from lazysched.chrome_trace import check_trace_file, save_chrome_trace
 from lazysched.errors import RunError, UsageError
 from lazysched.runtime import data as data_module
 from lazysched.runtime import machine
 from lazysched.runtime.checkpoint import TensorReader, check_output_dir, write_folder
-from lazysched.runtime.loop import History, TrainingLoop, mean_loss
+from lazysched.runtime.loop import WARM_UP_STEPS, History, StepRow, TrainingLoop, mean_loss
 from lazysched.runtime.progress import ProgressReport
+from lazysched.runtime.recorder import Recorder, make_recording
 from lazysched.runtime.schedule import LearningRateSchedule, SchedulerType
 from lazysched.runtime.session import Session
 from lazysched.runtime.sources import ModelSource, resolve_model
 from lazysched.runtime.stage_updates import AdamWSettings
-from lazysched.schemas import Plan
-from lazysched.units import format_bytes
+from lazysched.schemas import Engine, Plan
+from lazysched.schemas.recording import RECORDING_FILE
+from lazysched.timeline import Interval, TimedSteps, timed_steps
+from lazysched.units import format_bytes, format_slice
 
 LOG_FILE = "train_log.jsonl"
+TIMED_STEPS = slice(WARM_UP_STEPS, WARM_UP_STEPS + 3)
+"""Steps whose operations are timed in every run; the first of them only shows where the next one begins."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +44,12 @@ class TrainResult:
     measured_step_s: float | None
     """Median after warm-up; None for a run of fewer steps than that."""
     predicted_step_s: float | None
+    timed: TimedSteps | None
+    """Exposed and idle time and bytes moved in a step; None where too few steps were timed."""
+    predicted_exposed_s: dict[Engine, float]
+    """engine -> time in which ``compute`` waits for it, per step; empty where the plan predicts nothing."""
+    predicted_moved_bytes: dict[Engine, int]
+    """engine -> bytes per step."""
     peak_bytes: dict[str, int]
     """tier -> bytes; on a CPU both tiers are one memory, named ``gpu+host``."""
     predicted_peak_bytes: dict[str, int]
@@ -76,9 +88,11 @@ def train(
     adam_epsilon: float = 1e-8,
     seed: int = 42,
     logging_steps: int = 1,
+    trace: str | None = None,
+    trace_steps: slice | None = None,
     console: Console | None = None,
 ) -> TrainResult:
-    """Train as ``plan`` says and write the model to ``output_dir``.
+    """Train as ``plan`` says and write the model to ``output_dir``, with what its operations took.
 
     Args:
         plan: solved for this model; another machine than the plan's only draws a warning.
@@ -101,6 +115,8 @@ def train(
         adam_epsilon: added to the root of the second moment; at least 1e-30 with 8-bit optimizer state.
         seed: of the data's order, of random weights and of the rounding of 8-bit optimizer state.
         logging_steps: steps between plain lines where there is no terminal.
+        trace: file for a timeline of some steps in Chrome's trace format.
+        trace_steps: which steps, counted from 0; None takes ``TIMED_STEPS``.
         console: where progress goes.
 
     Raises:
@@ -113,6 +129,8 @@ def train(
     target = _device(device)
     folder = Path(output_dir)
     check_output_dir(folder)
+    if trace is not None:
+        check_trace_file(Path(trace), folder)
     inputs = _read_inputs(plan, model, data, eval_data, init, console)
     _compare_hardware(plan, target, console)
     settings = AdamWSettings(adam_beta1, adam_beta2, adam_epsilon, weight_decay, seed)
@@ -120,6 +138,8 @@ def train(
     batches = data_module.Batches(inputs.train, plan.batch_size, plan.seq_len, seed, inputs.pad_id)
     num_steps = batches.num_steps(num_train_epochs) if max_steps is None else max_steps
     schedule = LearningRateSchedule(learning_rate, lr_scheduler_type, num_steps, warmup_ratio)
+    traced = _traced_steps(trace, trace_steps, num_steps)
+    recorder = Recorder({*range(num_steps)[TIMED_STEPS], *traced}, target)
     memory = _Memory(target, plan)
     try:
         with _open(plan, inputs.source, target, settings, clip_norm) as session:
@@ -127,16 +147,44 @@ def train(
             before = _held_out_loss(session, inputs)
             predicted = plan.predicted.step_s if plan.predicted else None
             with ProgressReport(console, num_steps, predicted, logging_steps) as report:
-                history = TrainingLoop(session.executor, batches.batch, schedule, report).run()
+                history = TrainingLoop(session.executor, batches.batch, schedule, report, recorder).run()
             after = _held_out_loss(session, inputs)
-            measured = memory.peaks(session)
-            _export(session, inputs.source, folder, history)
+            measured, program, intervals = memory.peaks(session), session.program, recorder.intervals()
+            counted = [interval for interval in intervals if _counts(history.rows[interval.step])]
+            _export(session, inputs.source, folder, history, counted)
     except torch.OutOfMemoryError as error:
         raise _out_of_memory(plan, error) from None
+    if trace is not None:
+        save_chrome_trace(Path(trace), program, [interval for interval in intervals if interval.step in traced])
     return TrainResult(
-        folder, history.losses, history.num_skipped, history.step_s, predicted, measured, memory.predicted(), before,
-        after,
+        output_dir=folder, losses=history.losses, num_skipped=history.num_skipped, measured_step_s=history.step_s,
+        predicted_step_s=predicted, timed=timed_steps(program, counted, in_line=target.type != "cuda"),
+        predicted_exposed_s=plan.predicted.exposed_s if plan.predicted else {},
+        predicted_moved_bytes=plan.predicted.moved_bytes if plan.predicted else {},
+        peak_bytes=measured, predicted_peak_bytes=memory.predicted(), held_out_loss_before=before,
+        held_out_loss_after=after,
     )  # fmt: skip
+
+
+def _traced_steps(trace: str | None, trace_steps: slice | None, num_steps: int) -> range:
+    """Steps that go into the trace; none where there is no trace."""
+    if trace is None:
+        if trace_steps is not None:
+            raise UsageError(f"trace_steps: {format_slice(trace_steps)} without a trace; name its file with --trace")
+        return range(0)
+    asked = trace_steps or TIMED_STEPS
+    chosen = range(num_steps)[asked]
+    if not chosen:
+        raise UsageError(
+            f"trace_steps: {format_slice(asked)} holds none of the run's {num_steps} steps, which count from 0; "
+            f"give others with --trace-steps"
+        )
+    return chosen
+
+
+def _counts(row: StepRow) -> bool:
+    """Whether a step says what steps take: warm-up compiles, and a skipped step updates nothing."""
+    return row.step >= WARM_UP_STEPS and not row.skipped
 
 
 def _check_numbers(
@@ -234,7 +282,7 @@ def _fill(session: Session, source: ModelSource, init: str, seed: int) -> None:
         session.initialise(seed)
         return
     with TensorReader(source.weight_files) as reader:
-        session.load(reader.read_into)
+        session.load(reader.read_into, reader.dtype)
 
 
 def _held_out_loss(session: Session, inputs: _Inputs) -> float | None:
@@ -245,12 +293,15 @@ def _held_out_loss(session: Session, inputs: _Inputs) -> float | None:
     return mean_loss(session.executor, batches)
 
 
-def _export(session: Session, source: ModelSource, folder: Path, history: History) -> None:
+def _export(session: Session, source: ModelSource, folder: Path, history: History, intervals: list[Interval]) -> None:
     session.executor.drain()
+    extra_files = {LOG_FILE: history.jsonl(), "plan.json": session.plan.model_dump_json(indent=1)}
+    if intervals:
+        recording = make_recording(session.plan, machine.hardware_id(session.device), session.program, intervals)
+        extra_files[RECORDING_FILE] = recording.model_dump_json(indent=1)
     write_folder(
         folder, source.config, session.weight_names(), session.weight, session.model.dtype,
-        source_dir=source.config_dir,
-        extra_files={LOG_FILE: history.jsonl(), "plan.json": session.plan.model_dump_json(indent=1)},
+        source_dir=source.config_dir, extra_files=extra_files,
     )  # fmt: skip
 
 

@@ -7,8 +7,8 @@ key. Nothing of the mixed-integer program is used here, so that the one can be h
 On a CPU all engines are one thread (``InlineEngines`` of the runtime): operations run one after the other, and whatever
 is not compute is exposed.
 
-A copy between host and GPU takes the curve measured with both directions busy as soon as the direction that moves less
-moves at least ``BUSY_SHARE`` of what the other one moves; otherwise the curve of its direction alone.
+A copy between host and GPU takes the curve measured with both directions busy where the program keeps both busy
+(``lazysched.timeline.both_ways``); otherwise the curve of its direction alone.
 """
 
 from __future__ import annotations
@@ -17,25 +17,12 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import pandas as pd
 
 from lazysched.errors import UsageError
 from lazysched.schemas import Curve, Engine, Op, Prediction, Profile, Program, Rate, SaveVariant, Tier
-
-BUSY_SHARE = 0.01
-_LINK_ENGINES: tuple[Engine, ...] = ("h2d", "d2h", "nvme_read", "nvme_write", "collective")
-
-
-class Interval(NamedTuple):
-    """One operation of one step on its engine; seconds since the replay began."""
-
-    op: str
-    engine: Engine
-    start_s: float
-    end_s: float
-    step: int
+from lazysched.timeline import Interval, both_ways, compute_end_s, exposed_of_step, intervals_by_step, moved_bytes
 
 
 @dataclass(frozen=True)
@@ -86,10 +73,12 @@ def simulate(program: Program, profile: Profile, *, micro_batch: int, steps: int
     replay = _Replay(program, duration_s, in_line=profile.device == "cpu")
     for step in range(steps):
         replay.run_step(step)
+    by_step = intervals_by_step(replay.intervals)
+    before, last = by_step[steps - 2], by_step[steps - 1]
     return Timeline(
-        step_s=replay.compute_ends[-1] - replay.compute_ends[-2],
-        exposed_s=dict(replay.exposed_s),
-        moved_bytes=moved_bytes(program),
+        step_s=compute_end_s(last) - compute_end_s(before),
+        exposed_s=exposed_of_step(program, last, before, in_line=replay.in_line),
+        moved_bytes=moved_bytes(program.ops.values()),
         peak_bytes=peak_bytes(program, profile),
         intervals=replay.intervals,
     )
@@ -101,9 +90,7 @@ class _Durations:
     def __init__(self, program: Program, profile: Profile, micro_batch: int) -> None:
         self.profile = profile
         self.micro_batch = micro_batch
-        moved = moved_bytes(program)
-        less, more = sorted((moved.get("h2d", 0), moved.get("d2h", 0)))
-        self.both_ways = less >= BUSY_SHARE * more and less > 0
+        self.both_ways = both_ways(program)
         self.variants: dict[tuple[str, str], SaveVariant] = {}
 
     def seconds(self, op: Op) -> float:
@@ -161,50 +148,25 @@ class _Replay:
         self.ops: list[tuple[str, Engine, float]] = [
             (op.id, op.engine, duration_s[op.id]) for op in program.ops.values()
         ]
-        self.engine_of: dict[str, Engine] = {op.id: op.engine for op in program.ops.values()}
         self.predecessors = program.predecessors
         self.free_s: dict[Engine, float] = defaultdict(float)
         self.ends: list[dict[str, float]] = []
-        self.compute_ends: list[float] = []
-        self.exposed_s: dict[Engine, float] = {}
         self.intervals: list[Interval] = []
 
     def run_step(self, step: int) -> None:
         """Place every operation of one more step."""
         ends: dict[str, float] = {}
         self.ends.append(ends)
-        self.exposed_s = defaultdict(float)
         for op, engine, duration_s in self.ops:
-            ready_s, last = self._ready(op, step)
             worker: Engine = "compute" if self.in_line else engine
-            start_s = max(ready_s, self.free_s[worker])
-            if engine == "compute" and ready_s > self.free_s[engine] and last is not None:
-                self.exposed_s[last] += ready_s - self.free_s[engine]
-            if worker != engine:
-                self.exposed_s[engine] += duration_s
+            start_s = max(self._ready_s(op, step), self.free_s[worker])
             ends[op] = self.free_s[worker] = start_s + duration_s
             self.intervals.append(Interval(op, engine, start_s, ends[op], step))
-        self.compute_ends.append(self.free_s["compute"])
 
-    def _ready(self, op: str, step: int) -> tuple[float, Engine | None]:
-        """When the last predecessor ends, and on which engine."""
-        ready_s, last = 0.0, None
-        for before, distance in self.predecessors[op]:
-            if distance > step:
-                continue
-            end_s = self.ends[step - distance][before]
-            if end_s > ready_s:
-                ready_s, last = end_s, self.engine_of[before]
-        return ready_s, last
-
-
-def moved_bytes(program: Program) -> dict[Engine, int]:
-    """Engine -> bytes that one step moves over it; traffic inside GPU memory is not counted."""
-    moved: dict[Engine, int] = {}
-    for op in program.ops.values():
-        if op.engine in _LINK_ENGINES and op.num_bytes:
-            moved[op.engine] = moved.get(op.engine, 0) + op.num_bytes
-    return moved
+    def _ready_s(self, op: str, step: int) -> float:
+        """When the last predecessor ends."""
+        before = ((earlier, step - distance) for earlier, distance in self.predecessors[op])
+        return max((self.ends[index][earlier] for earlier, index in before if index >= 0), default=0.0)
 
 
 def peak_bytes(program: Program, profile: Profile) -> dict[Tier, int]:

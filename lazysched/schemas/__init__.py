@@ -12,11 +12,13 @@ from lazysched.schemas.plan import (
     Update,
     variant_key,
 )
-from lazysched.schemas.profile import Curve, Profile, Rate, SaveVariant, Timing
+from lazysched.schemas.profile import Curve, Profile, Rate, SaveVariant, Timing, interquartile
 from lazysched.schemas.program import Buffer, Op, OpKind, Program
+from lazysched.schemas.recording import Recording, TimedOp
 
 __all__ = [
     "BYTES_PER_ELEMENT", "FP32_STATE_ELEMENTS", "AttentionBackend", "Buffer", "Curve", "Document", "Dtype", "Engine",
-    "Op", "OpKind", "Phase", "Plan", "Prediction", "Profile", "Program", "Rate", "SaveVariant", "Schema",
-    "SolverReport", "Stage", "StagePlan", "StateFormat", "Tier", "Timing", "Update", "variant_key",
+    "Op", "OpKind", "Phase", "Plan", "Prediction", "Profile", "Program", "Rate", "Recording", "SaveVariant", "Schema",
+    "SolverReport", "Stage", "StagePlan", "StateFormat", "Tier", "TimedOp", "Timing", "Update", "interquartile",
+    "variant_key",
 ]  # fmt: skip

@@ -85,7 +85,7 @@ class Document(Schema):
             raise UsageError(f"{origin}: {_first_problem(error)}") from None
 
 
-_TELLING_KEYS = {"Profile": "links", "Plan": "micro_batch", "Program": "ops"}
+_TELLING_KEYS = {"Profile": "links", "Plan": "accumulation", "Program": "ops", "Recording": "durations"}
 
 
 def _refuse_other_kind(expected: str, data: Any, origin: str) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import statistics
 from bisect import bisect_left
+from collections.abc import Sequence
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
@@ -12,6 +14,14 @@ from lazysched.schemas.model import Stage
 
 NOISY_SPREAD = 0.25
 """Interquartile range over median above which a figure is in doubt."""
+
+
+def interquartile(values: Sequence[float]) -> float:
+    """Distance between the quartiles of ``values``; 0 for a single one."""
+    if len(values) < 2:
+        return 0.0
+    low, _, high = statistics.quantiles(values, n=4, method="inclusive")
+    return high - low
 
 
 class Timing(Schema):
@@ -31,6 +41,13 @@ class Timing(Schema):
         if self.median_s is None and not self.reason:
             raise ValueError("a figure that is null needs a reason")
         return self
+
+    @classmethod
+    def of(cls, durations_s: Sequence[float]) -> Timing:
+        """Median and interquartile range of at least one duration."""
+        return cls(
+            median_s=statistics.median(durations_s), spread_s=interquartile(durations_s), repeats=len(durations_s)
+        )
 
     @property
     def seconds(self) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import lazysched
+from lazysched.profiles.refine import load_recording, refine
 from tests.end_to_end.tiny_folder import make_data, make_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -25,8 +27,14 @@ def test_profile_solve_train(tmp_path: Path) -> None:
     solution = lazysched.solve(profile, batch_size=8, gpu_memory_bytes=budget_bytes, host_memory_bytes=10**9)
     result = lazysched.train(
         solution.plan, model=str(model), data=str(data), eval_data=str(data), output_dir=str(tmp_path / "out"),
-        device="cuda", max_steps=30, learning_rate=1e-2,
+        device="cuda", max_steps=30, learning_rate=1e-2, trace=str(tmp_path / "trace.json"),
     )  # fmt: skip
+    assert result.timed is not None
+    assert result.timed.moved_bytes == result.predicted_moved_bytes
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert {event["args"]["step"] for event in events if event["ph"] == "X"} == {2, 3, 4}
+    refined = refine(profile, load_recording(tmp_path / "out"))
+    assert any(note.startswith("refined.variants.") for note in refined.notes)
     assert result.held_out_loss_before is not None
     assert result.held_out_loss_after is not None
     assert result.held_out_loss_after < 0.5 * result.held_out_loss_before

@@ -84,6 +84,15 @@ def refused(capsys: pytest.CaptureFixture[str], arguments: list[str], exit_code:
         (["solve", "profile.json", "--batch-size", "2", "-o", "absent/p.json"], "folder absent does not exist"),
         (["solve", "profile.json", "--batch-size", "2", "--optimizer-state", "int4", "-o", "p"], "--optimizer-state"),
         (["profile", "model", "-o", "."], "is a folder"),
+        (["profile", "-o", "p.json"], "MODEL: missing"),
+        (["profile", "--profile", "profile.json", "-o", "p.json"], "--from-run: missing"),
+        (["profile", "--from-run", ".", "-o", "p.json"], "--profile: missing"),
+        (["profile", "model", "--from-run", ".", "--profile", "profile.json", "-o", "p.json"], "MODEL: means nothing"),
+        (["profile", "--seq-len", "8", "--from-run", ".", "--profile", "profile.json", "-o", "p"], "--seq-len: means"),
+        (["profile", "--from-run", "out", "--profile", "profile.json", "-o", "p.json"], "out: no such folder"),
+        (["profile", "--from-run", ".", "--profile", "profile.json", "-o", "p.json"], "has no measured_ops.json"),
+        (["profile", "--from-run", ".", "--profile", "plan.json", "-o", "p.json"], "is a plan, not a profile"),
+        ([*TRAIN, "--plan", "plan.json", "--trace-steps", "3"], "--trace-steps: '3'"),
         ([*TRAIN, "--plan", "absent.json"], "absent.json: no such file"),
         ([*TRAIN, "--plan", "plan.json", "--lr-scheduler-type", "step"], "--lr-scheduler-type"),
         (["dance"], "dance"),
@@ -180,14 +189,19 @@ def test_train_passes_the_plan_and_its_flags(in_tmp: Path, monkeypatch: pytest.M
         measured_step_s=None,
         predicted_step_s=1.5,
         num_skipped=0,
+        timed=None,
+        predicted_exposed_s={},
+        predicted_moved_bytes={},
         peak_bytes={},
         held_out_loss_before=None,
         output_dir="out",
     )
     run = Calls(result)
     replace_module(monkeypatch, "lazysched.runtime.train", train=run)
-    assert main([*TRAIN, "--plan", "plan.json", "--max-steps", "3", "--learning_rate", "1e-4"]) == 0
+    flags = ["--max-steps", "3", "--learning_rate", "1e-4", "--trace", "t.json", "--trace-steps", "1:3"]
+    assert main([*TRAIN, "--plan", "plan.json", *flags]) == 0
     assert run.positional == (PLAN,)
+    assert (run["trace"], run["trace_steps"]) == ("t.json", slice(1, 3))
     assert (run["max_steps"], run["learning_rate"], run["device"], run["max_grad_norm"]) == (3, 1e-4, None, None)
 
 

@@ -40,6 +40,7 @@ def _import_all(room: str) -> str:
         "import lazysched.cli; assert lazysched.cli.main(['train', '--help']) == 0",
         "import lazysched.cli; assert lazysched.cli.main(['train', '--plan=p', '--model=m', '--data=d', "
         "'--output-dir=o']) == 2",
+        "import lazysched.profiles.refine",
     ],
 )
 def test_light_entries_load_nothing_heavy(tmp_path: Path, code: str) -> None:

@@ -12,6 +12,7 @@ from rich.console import Console
 
 from lazysched import quickstart
 from lazysched.errors import UsageError
+from lazysched.timeline import TimedSteps
 from tests.packaging.test_cli import PLAN, PROFILE, Calls, Solution, replace_module
 
 
@@ -63,7 +64,8 @@ def test_the_steps_feed_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     result = SimpleNamespace(
         measured_step_s=2.0, predicted_step_s=1.5, num_skipped=3, peak_bytes={"gpu": 3 * 10**9, "host": 5 * 10**9},
         predicted_peak_bytes={"gpu": 2 * 10**9}, held_out_loss_before=1.25, held_out_loss_after=0.75,
-        output_dir="out/model",
+        output_dir="out/model", timed=TimedSteps((3, 4), {"h2d": 0.25}, 0.5, {"h2d": 7 * 10**9}),
+        predicted_exposed_s={"h2d": 0.125, "cpu": 0.0625}, predicted_moved_bytes={"h2d": 6 * 10**9},
     )  # fmt: skip
     measure, find_plan, show, run = Calls(PROFILE), Calls(Solution), Calls(), Calls(result)
     replace_module(monkeypatch, "lazysched.profiles.measure", profile=measure)
@@ -79,5 +81,13 @@ def test_the_steps_feed_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert Path(run["eval_data"]).is_file()
     assert (tmp_path / "profile.json").is_file()
     assert (tmp_path / "plan.json").is_file()
+    lines = [[cell.strip() for cell in line.split("│")[1:-1]] for line in text.getvalue().splitlines()]
+    for row in (
+        ["compute waits for h2d", "125 ms", "250 ms"],
+        ["compute waits for cpu", "62.5 ms", "0 µs"],
+        ["compute idle", "188 ms", "500 ms"],
+        ["h2d moves", "6 GB", "7 GB"],
+    ):
+        assert row in lines
     for shown in ("3, gradient not finite", "1.5 s", "2 s", "2 GB", "3 GB", "5 GB", "1.2500", "0.7500"):
         assert shown in text.getvalue()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -11,10 +12,13 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from lazysched.lower import lower
 from lazysched.runtime.model import Model
+from lazysched.runtime.recorder import Recorder
 from lazysched.runtime.session import Session
 from lazysched.runtime.stage_updates import AdamWSettings
 from lazysched.schemas import Plan, SaveVariant, StagePlan, StateFormat
+from lazysched.timeline import intervals_by_step, timed_steps
 from tests.lowering.plans import plans
 from tests.runtime.tiny import llama, uneven_batch, variants_of
 
@@ -25,6 +29,8 @@ pytestmark = [
 ]
 SEQ_LEN, MICRO_BATCH, CHUNK_TOKENS, VOCABULARY, STEPS = 512, 4, 256, 8192, 3
 LEARNING_RATE = 1e-3
+CLOCKS_AGREE_S = 2e-4
+"""Host and GPU clock meet at one event, which the host sees some microseconds late, and drift apart from there."""
 Outcome = tuple[list[tuple[float, float]], dict[str, torch.Tensor]]
 
 
@@ -49,14 +55,17 @@ def model_and_variants(tied: bool) -> tuple[Model, dict[str, SaveVariant]]:
     return model, variants_of(model, MICRO_BATCH, SEQ_LEN)
 
 
-def outcome(plan: Plan, tied: bool) -> Outcome:
+def outcome(plan: Plan, tied: bool, recorder: Recorder | None = None) -> Outcome:
     device = torch.device("cuda")
     with Session(
         plan, config(tied), device, settings=AdamWSettings(weight_decay=0.1), max_grad_norm=0.5, host_limit_bytes=10**10
     ) as session:
         session.initialise(seed=1)
         batches = [uneven_batch(plan.batch_size, SEQ_LEN, VOCABULARY, seed) for seed in range(STEPS)]
-        results = [session.executor.step(batch, LEARNING_RATE) for batch in batches]
+        results = [
+            session.executor.step(batch, LEARNING_RATE, recorder.of(step) if recorder else None)
+            for step, batch in enumerate(batches)
+        ]
         session.executor.drain()
         numbers = [(result.loss, result.grad_norm) for result in results]
         return numbers, {name: session.weight(name).clone() for name, _ in session.weight_names()}
@@ -137,3 +146,51 @@ def test_mixed_processors_stay_within_their_rounding(case: tuple[Plan, bool]) ->
         assert ((weights[name].float() - value.float()).abs() <= limit).all(), name
         moved = (weights[name].float() - value.float()).norm() / value.float().norm()
         assert moved <= 2.0**-8, name
+
+
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(cases("fp32", "hybrid8"))
+def test_timed_steps_show_every_operation_in_order_and_change_nothing(case: tuple[Plan, bool]) -> None:
+    plan, tied = case
+    recorder = Recorder([1, 2], torch.device("cuda"))
+    assert_equal(outcome(plan, tied, recorder), outcome(plan, tied))
+    program, intervals = lower(plan, model_and_variants(tied)[0].stages), recorder.intervals()
+    expected = [(op.id, op.engine, step) for step in (1, 2) for op in program.ops.values()]
+    assert [(interval.op, interval.engine, interval.step) for interval in intervals] == expected
+    for engine in {interval.engine for interval in intervals}:
+        rows = [interval for interval in intervals if interval.engine == engine]
+        assert all(interval.duration_s >= 0 for interval in rows)
+        assert all(before.end_s <= after.start_s for before, after in pairwise(rows)), engine
+    by_step = intervals_by_step(intervals)
+    for step, here in by_step.items():
+        for op, interval in here.items():
+            for name, distance in program.predecessors[op]:
+                if step - distance in by_step:
+                    before = by_step[step - distance][name]
+                    one_clock = (before.engine == "cpu") == (interval.engine == "cpu")
+                    assert before.end_s <= interval.start_s + (0.0 if one_clock else CLOCKS_AGREE_S), (name, op)
+    timed = timed_steps(program, intervals, in_line=False)
+    assert timed is not None
+    assert 0 <= sum(timed.exposed_s.values()) <= timed.idle_s + 1e-9
+
+
+def test_a_step_that_is_not_timed_makes_no_timed_event_but_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[bool] = []
+    real = torch.cuda.Event
+
+    class CountedEvent(real):  # type: ignore[valid-type, misc]
+        def __new__(cls, enable_timing: bool = False) -> Any:
+            made.append(enable_timing)
+            return real.__new__(cls, enable_timing=enable_timing)
+
+    model, variants = model_and_variants(tied=True)
+    end = StagePlan(weights="host", state="host")
+    plan = Plan(
+        model_id=model.model_id, hardware_id="any", compute_dtype="bfloat16", batch_size=MICRO_BATCH,
+        seq_len=SEQ_LEN, micro_batch=MICRO_BATCH, accumulation=1, loss_chunk_tokens=CHUNK_TOKENS,
+        stages={s.id: end.model_copy(update={"save": "input"} if s.is_block else {}) for s in model.stages},
+        variants=variants, budget_bytes={},
+    )  # fmt: skip
+    monkeypatch.setattr(torch.cuda, "Event", CountedEvent)
+    outcome(plan, tied=True, recorder=Recorder([], torch.device("cuda")))
+    assert sum(made) == STEPS

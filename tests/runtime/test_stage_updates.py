@@ -45,7 +45,7 @@ def make(dtype: torch.dtype) -> tuple[AdamWFp32, torch.Tensor, dict[str, torch.T
     generator = torch.Generator().manual_seed(0)
     start = {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
     for name, value in start.items():
-        update.load(name, partial(copy, value))
+        update.load(name, partial(copy, value), value.dtype)
     return update, grads, start
 
 
@@ -102,7 +102,7 @@ def make_hybrid8(dtype: torch.dtype) -> tuple[Hybrid8Update, dict[str, torch.Ten
     generator = torch.Generator().manual_seed(0)
     start = {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
     for name, value in start.items():
-        update.load(name, partial(copy, value))
+        update.load(name, partial(copy, value), value.dtype)
     return update, flat, start
 
 
@@ -127,7 +127,7 @@ def test_loading_keeps_24_bits_of_a_matrix_and_all_bits_of_small_tensors() -> No
 
 def test_loading_bf16_values_changes_no_bit_of_them() -> None:
     update, flat, start = make_hybrid8(torch.bfloat16)
-    update.load("b.weight", partial(copy, start["b.weight"].bfloat16()))
+    update.load("b.weight", partial(copy, start["b.weight"].bfloat16()), torch.bfloat16)
     assert torch.equal(update.weights["b.weight"], start["b.weight"].bfloat16())
     assert not part(flat, torch.bfloat16, "b.weight", "correction").any()
 

@@ -9,7 +9,7 @@ import pytest
 
 from lazysched.errors import UsageError
 from lazysched.schemas import Curve, Plan, Profile, SaveVariant, StagePlan, Timing
-from lazysched.units import format_bytes, format_seconds, parse_bytes
+from lazysched.units import format_bytes, format_seconds, format_slice, parse_bytes, parse_slice
 from tests.packaging.test_cli import PLAN, PROFILE
 
 
@@ -127,6 +127,30 @@ def test_sizes(text: str, num_bytes: int) -> None:
 def test_what_is_no_size_is_refused(text: str) -> None:
     with pytest.raises(UsageError, match="--gpu-memory: "):
         parse_bytes(text, "--gpu-memory")
+
+
+@pytest.mark.parametrize(
+    ("text", "steps"),
+    [
+        ("3:5", [3, 4]),
+        (":2", [0, 1]),
+        ("8:", [8, 9]),
+        ("-2:", [8, 9]),
+        ("0:9:4", [0, 4, 8]),
+        ("12:", []),
+        (":", [*range(10)]),
+    ],
+)
+def test_ranges(text: str, steps: list[int]) -> None:
+    chosen = parse_slice(text)
+    assert [*range(10)[chosen]] == steps
+    assert parse_slice(format_slice(chosen)) == chosen
+
+
+@pytest.mark.parametrize("text", ["3", "", "a:b", "1:2:3:4", "1.5:2", "3:1:0", "5:1:-1"])
+def test_what_is_no_range_is_refused(text: str) -> None:
+    with pytest.raises(UsageError, match="--trace-steps: "):
+        parse_slice(text, "--trace-steps")
 
 
 def test_figures_for_people() -> None:
