@@ -163,7 +163,7 @@ def measure(
     """Train some steps as the plan says; metric -> (value, unit)."""
     on_gpu, plan = device.type == "cuda", solution.plan
     machine.reset_peaks(device)
-    machine.configure_allocator(device, plan.budget_bytes.get("gpu"))
+    machine.configure_allocator(device, plan.budget_bytes.get("gpu"), plan.context_bytes)
     limit = machine.host_memory()[1]
     recorder = Recorder(range(WARM_UP_STEPS, WARM_UP_STEPS + TIMED_STEPS), device)
     started_s = time.perf_counter()
@@ -173,6 +173,12 @@ def measure(
         print(f"opened in {opened_s - started_s:.1f} s, weights drawn in {time.perf_counter() - opened_s:.1f} s")
         times_s = list(step_times(session, case, config.vocab_size, recorder))[WARM_UP_STEPS:]
         reserved = torch.cuda.max_memory_reserved() + machine.context_bytes(device) if on_gpu else None
+        if on_gpu:
+            stats = torch.cuda.memory_stats()
+            print(
+                f"GB: allocated {stats['allocated_bytes.all.peak'] / 1e9:.2f}, reserved {(reserved or 0) / 1e9:.2f} "
+                f"with context {machine.context_bytes(device) / 1e9:.2f}, retries {stats['num_alloc_retries']}"
+            )
         intervals = recorder.intervals()
         timed = timed_steps(session.program, intervals, in_line=not on_gpu)
         print_by_kind(session.program, intervals, solution.timeline.intervals)

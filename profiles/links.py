@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from itertools import cycle
+from threading import Event
 
 import torch
 
@@ -17,6 +20,7 @@ SIZES = (10**6, 4 * 10**6, 16 * 10**6, 64 * 10**6, 256 * 10**6)
 LAP_BYTES = 64 * 10**6
 """Requests are timed in groups of about so many bytes: one event pair around each would cost as much as a small one."""
 TARGET_S = 0.1
+BESIDE_BYTES = 1 << 28
 _CPU = torch.device("cpu")
 _IN_LINE = "engines run in line on a CPU: copies never overlap"
 CopyRequests = Callable[[], None]
@@ -51,6 +55,36 @@ def measure_copies(device: torch.device, host_limit_bytes: int, repeats: int | N
         if device.type != "cuda":
             return curves | {name: Curve(reason=_IN_LINE) for name in ("h2d_both", "d2h_both")}
         return curves | _both_ways((up, inside), (outside, down), device, repeats)
+    finally:
+        arena.close()
+
+
+@contextmanager
+def copies_under_way(device: torch.device, host_limit_bytes: int) -> Iterator[None]:
+    """Keep both directions between host and GPU busy, as a step does; without a GPU nothing is copied."""
+    if device.type != "cuda":
+        yield
+        return
+    arena = HostArena({"up": BESIDE_BYTES, "down": BESIDE_BYTES}, ("up", "down"), device, host_limit_bytes)
+    inside = [torch.zeros(BESIDE_BYTES, dtype=torch.uint8, device=device) for _ in range(2)]
+    ways = [(arena.tensor("up", torch.uint8), inside[0]), (inside[1], arena.tensor("down", torch.uint8))]
+    stop = Event()
+
+    def run(source: torch.Tensor, target: torch.Tensor) -> None:
+        stream = torch.cuda.Stream(device)
+        with torch.cuda.stream(stream):
+            while not stop.is_set():
+                target.copy_(source, non_blocking=True)
+                stream.synchronize()
+
+    try:
+        with ThreadPoolExecutor(len(ways)) as workers:
+            for way in ways:
+                workers.submit(run, *way)
+            try:
+                yield
+            finally:
+                stop.set()
     finally:
         arena.close()
 

@@ -25,6 +25,7 @@ from lazysched.runtime.saved import Saved
 from lazysched.schemas import SaveVariant, Stage
 
 OUTPUT_GRAD_SCALE = 1e-3
+HEAT_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -239,6 +240,7 @@ class _Measuring:
             stage_pass.backward(stage_pass.forward())  # libraries take their workspaces now, outside the figures
         working_bytes: list[int] = []
         once_s = wall_s(lambda: working_bytes.extend(_working_bytes(stage_pass, self.device)), self.device)
+        self._heat(stage_pass, once_s)
         forward, backward = stopwatch(self.device), stopwatch(self.device)
         for _ in range(num_repeats(once_s, self.repeats)):
             kept = forward.lap(stage_pass.forward)
@@ -249,6 +251,12 @@ class _Measuring:
             forward=timing(forward.durations_s()), backward=timing(backward.durations_s()),
             working_forward_bytes=working_bytes[0], working_backward_bytes=working_bytes[1],
         )  # fmt: skip
+
+    def _heat(self, stage_pass: Pass, once_s: float) -> None:
+        """Run for a while first: after a rest a GPU computes faster than it can for long."""
+        if self.device.type == "cuda" and self.repeats is None:
+            for _ in range(int(HEAT_S / once_s)):
+                stage_pass.backward(stage_pass.forward())
 
     def _begin_run(self) -> None:
         if self.device.type == "cuda":

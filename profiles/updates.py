@@ -1,4 +1,8 @@
-"""How fast the optimizer updates parameters in each format of its state, on the host and where the model computes."""
+"""How fast the optimizer updates parameters in each format of its state, on the host and where the model computes.
+
+The host's rate is taken beside copies in both directions: in a step that updates there, weights and gradients are on
+their way too, and they share the host's memory.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,7 @@ import torch
 
 from lazysched.optimizer_state import FP32_STATE_ELEMENTS, state_bytes
 from lazysched.profiles.clock import durations_of, on_cpu_engine, rate
+from lazysched.profiles.links import copies_under_way
 from lazysched.profiles.random_data import WEIGHT_SCALE, random_normal
 from lazysched.runtime.arena import HostArena
 from lazysched.runtime.engines import cpu_threads
@@ -59,7 +64,8 @@ def _cpu_rate(
     arena = HostArena(names, (), _CPU, host_limit_bytes)
     try:
         work = make(arena.tensor, _CPU)
-        return rate(on_cpu_engine(lambda: durations_of(work, _CPU, repeats), device), num_params)
+        with copies_under_way(device, host_limit_bytes):
+            return rate(on_cpu_engine(lambda: durations_of(work, _CPU, repeats), device), num_params)
     finally:
         arena.close()
 

@@ -1,19 +1,25 @@
-"""What does work, in order: streams and one worker thread on a GPU, everything at once in line on a CPU."""
+"""What does work, in order: streams and worker threads on a GPU, everything at once in line on a CPU.
+
+Only uploads wait for the CPU's updates, so uploads are issued by a thread of their own: the thread that launches a step
+never waits for an update that its next operation does not need.
+"""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Protocol
 
 import torch
 
 from lazysched.schemas import Engine
 
-Done = torch.cuda.Event | Future[None] | None
-"""Tells when an operation has finished: an event of its stream, the promise of the worker; None where it has."""
+Done = torch.cuda.Event | Future[torch.cuda.Event | None] | None
+"""Tells when an operation has finished: an event of its stream; a worker's promise, kept when the CPU's operation has
+finished or the upload was issued, and then an event too; None where it has finished or nobody asks."""
 
 Mark = torch.cuda.Event | float
 """A moment on ``compute``: a timed event, or seconds of the host's clock where engines run in line."""
@@ -59,30 +65,40 @@ class InlineEngines:
 
 
 class CudaEngines:
-    """Compute on the current stream, a stream for each copy direction, a worker thread for the CPU."""
+    """Compute on the current stream, a stream for each copy direction, worker threads for the CPU and for uploads."""
 
     def __init__(self, threads: int) -> None:
         self._streams: dict[str, torch.cuda.Stream] = {
             "compute": torch.cuda.current_stream(), "h2d": torch.cuda.Stream(), "d2h": torch.cuda.Stream(),
         }  # fmt: skip
+        device = torch.cuda.current_device()
         # The number of threads of a parallel region belongs to the thread that opens it, hence the initializer.
-        self._worker = ThreadPoolExecutor(1, "lazysched-cpu", initializer=torch.set_num_threads, initargs=(threads,))
-        self._outstanding: list[Future[None]] = []
+        self._workers = {
+            "cpu": ThreadPoolExecutor(1, "lazysched-cpu", initializer=torch.set_num_threads, initargs=(threads,)),
+            "h2d": ThreadPoolExecutor(1, "lazysched-h2d", initializer=torch.cuda.set_device, initargs=(device,)),
+        }
+        self._outstanding: list[Future[torch.cuda.Event | None]] = []
 
     def submit(self, engine: Engine, work: Callable[[], None], after: Sequence[Done], signal: bool) -> Done:
-        """Queue ``work``; a stream waits on the device, and this thread waits only for the worker."""
-        if engine == "cpu":
-            events = [done for done in after if isinstance(done, torch.cuda.Event)]
-            future = self._worker.submit(_after_events, events, work)
-            self._outstanding = [f for f in self._outstanding if not f.done() or f.exception()]
-            self._outstanding.append(future)
-            return future
+        """Queue ``work``; a stream waits on the device, and this thread waits only until an upload was issued."""
+        if engine not in self._workers:
+            return self._issue(engine, work, after, signal)
+        run: Callable[[], torch.cuda.Event | None] = (
+            partial(_wait_and_run, after, work)
+            if engine == "cpu"
+            else partial(self._issue, engine, work, after, signal)
+        )
+        future: Future[torch.cuda.Event | None] = self._workers[engine].submit(run)
+        self._outstanding = [f for f in self._outstanding if not f.done() or f.exception()]
+        self._outstanding.append(future)
+        return future
+
+    def _issue(
+        self, engine: Engine, work: Callable[[], None], after: Sequence[Done], signal: bool
+    ) -> torch.cuda.Event | None:
         stream = self._streams[engine]
-        for done in after:
-            if isinstance(done, Future):
-                done.result()
-            elif done is not None:
-                stream.wait_event(done)
+        for event in _events(after):
+            stream.wait_event(event)
         with torch.cuda.stream(stream):
             work()
         if not signal:
@@ -98,7 +114,7 @@ class CudaEngines:
         return event
 
     def drain(self) -> None:
-        """Wait for worker and device."""
+        """Wait for workers and device."""
         outstanding, self._outstanding = self._outstanding, []
         for future in outstanding:
             future.result()
@@ -106,7 +122,10 @@ class CudaEngines:
 
     def close(self) -> None:
         """Drop work not begun, finish what runs."""
-        self._worker.shutdown(wait=True, cancel_futures=True)
+        for worker in self._workers.values():
+            worker.shutdown(wait=False, cancel_futures=True)
+        for worker in self._workers.values():
+            worker.shutdown(wait=True)
         torch.cuda.synchronize()
 
 
@@ -127,7 +146,15 @@ def seconds_between(earlier: Mark, later: Mark) -> float:
     return later - earlier
 
 
-def _after_events(events: Sequence[torch.cuda.Event], work: Callable[[], None]) -> None:
-    for event in events:
+def _events(after: Sequence[Done]) -> Iterator[torch.cuda.Event]:
+    """What a stream has to wait for, once the workers have kept their promises; raises what a worker raised."""
+    for done in after:
+        event = done.result() if isinstance(done, Future) else done
+        if event is not None:
+            yield event
+
+
+def _wait_and_run(after: Sequence[Done], work: Callable[[], None]) -> None:
+    for event in _events(after):
         event.synchronize()
     work()

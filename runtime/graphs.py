@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -98,8 +99,7 @@ class JointGraph:
     def kept(self, budget: float) -> list[torch.Tensor]:
         """What the forward keeps beside its inputs when split at ``budget``: one fake tensor for each storage."""
         forward, _ = self.split(budget)
-        outputs = _output(forward).args[0]
-        assert isinstance(outputs, tuple | list)
+        outputs = _outputs(forward)
         given = {_storage(tensor) for tensor in _example_inputs(forward)}
         kept = {_storage(node.meta["val"]): node.meta["val"] for node in outputs[1:]}
         return [tensor for storage, tensor in kept.items() if storage not in given]
@@ -134,7 +134,7 @@ def compile_graph(graph: fx.GraphModule, *, is_backward: bool = False) -> tuple[
     context = TracingContext(detect_fake_mode(inputs))
     with tracing(context), context.report_output_strides() as strides:  # type: ignore[attr-defined]
         compiled = compile_fx_inner(graph, inputs, is_backward=is_backward, is_inference=False)
-    return compiled, list(strides)
+    return compiled, list(strides or [])
 
 
 def interpret_graph(graph: fx.GraphModule, *, is_backward: bool = False) -> tuple[Runnable, list[Any]]:
@@ -149,7 +149,7 @@ def interpret_graph(graph: fx.GraphModule, *, is_backward: bool = False) -> tupl
         with torch.no_grad():
             return graph(*given)  # type: ignore[no-any-return]
 
-    return run, [None] * len(_output(graph).args[0])  # type: ignore[arg-type]
+    return run, [None] * len(_outputs(graph))
 
 
 def _joint_graph(function: Callable[..., Any], inputs: tuple[torch.Tensor, ...]) -> fx.GraphModule:
@@ -168,8 +168,9 @@ def _example_inputs(graph: fx.GraphModule) -> list[torch.Tensor]:
     return [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
 
 
-def _output(graph: fx.GraphModule) -> fx.Node:
-    return next(node for node in graph.graph.nodes if node.op == "output")
+def _outputs(graph: fx.GraphModule) -> Sequence[Any]:
+    nodes: Any = next(node for node in graph.graph.nodes if node.op == "output").args[0]
+    return nodes  # type: ignore[no-any-return]
 
 
 def _storage(tensor: torch.Tensor) -> int:
@@ -182,5 +183,5 @@ def _set_strides(backward: fx.GraphModule, strides: Sequence[Any]) -> None:
     for node, stride in zip(placeholders, strides, strict=False):
         value = node.meta["val"]
         if stride is not None and isinstance(value, torch.Tensor) and value.stride() != tuple(stride):
-            with detect_fake_mode([value]):
+            with detect_fake_mode([value]) or nullcontext():
                 node.meta["val"] = value.as_strided(value.size(), tuple(int(size) for size in stride))

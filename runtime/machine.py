@@ -64,12 +64,13 @@ def context_bytes(device: torch.device) -> int:
     return total_bytes - free_bytes - torch.cuda.memory_reserved(device)
 
 
-def configure_allocator(device: torch.device, budget_bytes: int | None = None) -> None:
+def configure_allocator(device: torch.device, budget_bytes: int | None = None, planned_context_bytes: int = 0) -> None:
     """Let torch's allocator grow its segments in place, which keeps fragmentation low, and hold it to a budget.
 
     Args:
         device: nothing happens unless it is a CUDA device.
         budget_bytes: most bytes that this process may take on the GPU, the driver's context included; None: all.
+        planned_context_bytes: what the context and libraries will have taken of it once all kernels are loaded.
     """
     if device.type != "cuda":
         return
@@ -79,7 +80,8 @@ def configure_allocator(device: torch.device, budget_bytes: int | None = None) -
         torch.cuda.memory._set_allocator_settings("expandable_segments:True")
     share = 1.0  # an earlier run in this process may have left a smaller one
     if budget_bytes is not None:
-        share = (budget_bytes - context_bytes(device)) / torch.cuda.mem_get_info(device)[1]
+        outside_bytes = max(context_bytes(device), planned_context_bytes)
+        share = (budget_bytes - outside_bytes) / torch.cuda.mem_get_info(device)[1]
     torch.cuda.set_per_process_memory_fraction(min(1.0, max(share, 0.0)))
 
 

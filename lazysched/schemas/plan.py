@@ -117,6 +117,8 @@ class Plan(Document):
     variants: dict[str, SaveVariant]
     """``structure:name`` -> the variant, embedded; ``variant_key`` makes the key."""
     budget_bytes: dict[Tier, int]
+    context_bytes: int = Field(default=0, ge=0)
+    """Of the GPU's budget, what the driver context and libraries take outside the plan's buffers."""
     predicted: Prediction | None = None
     """Null in a plan written or edited by hand."""
     solver: SolverReport | None = None
