@@ -89,7 +89,7 @@ class _Profiling:
         self.notes = _versions(settings.device)
         self.model_id, self.stages = "", list[Stage]()
         self.variants: dict[str, dict[int, list[SaveVariant]]] = {}
-        self.fragmentation, self.peak_bytes = 0.0, 0
+        self.fragmentation_bytes: dict[int, int] = {}
         self.attention = AttentionChoice("default", "")
 
     def run(self) -> Profile:
@@ -113,7 +113,8 @@ class _Profiling:
             variants=self.variants, links=links, update=update,
             total_bytes={**total_bytes, "nvme": storage.total_bytes},
             free_bytes={**free_bytes, "nvme": storage.free_bytes},
-            context_bytes=_context_bytes(device), fragmentation=self.fragmentation, notes=self.notes,
+            context_bytes=_context_bytes(device), fragmentation_bytes=self.fragmentation_bytes,
+            notes=self.notes,
         )  # fmt: skip
 
     def _memory(self) -> tuple[dict[Tier, int | None], dict[Tier, int | None]]:
@@ -145,8 +146,7 @@ class _Profiling:
             self.notes |= measured.notes
             for structure, variants in measured.variants.items():
                 self.variants[structure] = {micro_batch: variants} | self.variants.get(structure, {})
-            if measured.peak_bytes > self.peak_bytes:
-                self.fragmentation, self.peak_bytes = measured.fragmentation, measured.peak_bytes
+            self.fragmentation_bytes[micro_batch] = measured.fragmentation_bytes
         if not self.variants:
             raise RunError(
                 f"micro_batches: {list(self.settings.micro_batches)} rows of {self.settings.seq_len} tokens do not "

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from lazysched.errors import UsageError
-from lazysched.schemas import Curve, Profile, Rate, Recording, TimedOp
+from lazysched.schemas import Curve, Profile, Rate, Recording, TimedOp, Timing
 from lazysched.schemas.recording import RECORDING_FILE
 
 SAME_SIZE_FACTOR = 2.0
@@ -64,7 +64,9 @@ class _Refinement:
 
     def run(self) -> Profile:
         """The refined profile, validated anew."""
-        for cost, timed in _by_cost(self.recording.durations).items():
+        by_cost = _by_cost(self.recording.durations)
+        for cost in sorted(by_cost, key=lambda cost: cost[0] != "link"):  # variants read a refined link
+            timed = by_cost[cost]
             match cost:
                 case ("variant", structure, name, "forward" | "backward" as direction):
                     self._variant(structure, name, direction, timed)
@@ -90,9 +92,17 @@ class _Refinement:
         position = next((index for index, variant in enumerate(listed) if variant.name == name), None)
         if position is None:
             raise UsageError(f"from_run: the profile has no {where}, which the run used; {_REMEDY}")
-        for op in timed:  # one: nothing that a variant does moves bytes or updates parameters
-            listed[position] = listed[position].model_copy(update={direction: op.duration})
-            self._note(f"{where}.{direction}", op.duration.repeats)
+        repeats = sum(op.duration.repeats for op in timed)
+        seconds = sum((op.duration.seconds - self._added_s(op)) * op.duration.repeats for op in timed) / repeats
+        spread_s = sum(op.duration.spread_s * op.duration.repeats for op in timed) / repeats
+        duration = Timing(median_s=max(0.0, seconds), spread_s=spread_s, repeats=repeats)
+        listed[position] = listed[position].model_copy(update={direction: duration})
+        self._note(f"{where}.{direction}", repeats)
+
+    def _added_s(self, op: TimedOp) -> float:
+        """What an operation took to add gradients up, which a variant's times leave out."""
+        curve = self.links.get("gpu")
+        return curve.seconds(op.num_bytes) if op.num_bytes and curve is not None and curve.points else 0.0
 
     def _link(self, link: str, timed: Sequence[TimedOp]) -> None:
         """Refine the curve that the simulator reads for this run, which is another one where both ways were busy."""

@@ -17,7 +17,7 @@ from lazysched.profiles.clock import num_repeats, stopwatch, synchronize, timing
 from lazysched.profiles.live_bytes import memory_meter
 from lazysched.profiles.random_data import random_normal, random_tokens, random_weights
 from lazysched.profiles.variants import UNCOMPILED, Wanted, candidates, interpolated, kept_bytes, worth_keeping
-from lazysched.runtime.blocks import add_gradients
+from lazysched.runtime.blocks import BlockForm, add_gradients
 from lazysched.runtime.ends import Gradients
 from lazysched.runtime.flat import aligned, flat_views
 from lazysched.runtime.model import Model
@@ -26,6 +26,8 @@ from lazysched.schemas import SaveVariant, Stage
 
 OUTPUT_GRAD_SCALE = 1e-3
 HEAT_S = 0.5
+CHAIN_BLOCKS, CHAIN_MICRO_BATCHES = 3, 2
+"""What runs in a row to see fragmentation."""
 
 
 @dataclass(frozen=True)
@@ -50,15 +52,13 @@ class StageMeasurements:
     Attributes:
         micro_batch: rows that went through at once.
         variants: structure -> its variants, those of a block in order of what they keep, most first.
-        fragmentation: reserved over allocated GPU bytes, minus 1, in the block run that took most; 0 on a CPU.
-        peak_bytes: allocated GPU bytes of that run.
+        fragmentation_bytes: most that the GPU's allocator held beyond what it had given out; 0 on a CPU.
         notes: what went otherwise than wanted.
     """
 
     micro_batch: int
     variants: dict[str, list[SaveVariant]]
-    fragmentation: float
-    peak_bytes: int
+    fragmentation_bytes: int
     notes: dict[str, str]
 
 
@@ -99,7 +99,7 @@ class _Measuring:
         self.compiled, self.reference = compiled, reference
         self.rows = (micro_batch, seq_len)
         self.vocabulary = next(iter(model.stages[0].params.values()))[0]
-        self.fragmentation, self.peak_bytes = 0.0, 0
+        self.fragmentation_bytes = 0
         self.notes: dict[str, str] = {}
 
     def run(self) -> StageMeasurements:
@@ -109,7 +109,7 @@ class _Measuring:
         for stage in representatives(self.model.stages):
             variants[stage.structure] = self._block_variants(stage, hidden_shape)
         variants[head.structure] = [self._head_variant(embed, head, hidden_shape)]
-        return StageMeasurements(self.rows[0], variants, self.fragmentation, self.peak_bytes, self.notes)
+        return StageMeasurements(self.rows[0], variants, self.fragmentation_bytes, self.notes)
 
     # ---- what runs
 
@@ -180,8 +180,32 @@ class _Measuring:
             saved["intermediates"] = forward()[1].kept.intermediate_bytes
         block_pass = Pass(forward, backward, lambda kept: kept[0].nbytes + sum(kept[1].kept.sizes))
         variant = self._variant(wanted.name, saved, block_pass, wanted.budget)
-        self._end_run()
+        if self.device.type == "cuda":
+            self._note_fragmentation(form, arguments, hidden, output_grad)
         return variant
+
+    def _note_fragmentation(
+        self, form: BlockForm, arguments: dict[str, Any], hidden: torch.Tensor, output_grad: torch.Tensor
+    ) -> None:
+        """Run some blocks layer by layer, as a step does, and see what the allocator holds beyond what it gave out."""
+        self._begin_run()
+        torch.cuda.reset_peak_memory_stats(self.device)
+        try:
+            states, saved = [hidden.clone() for _ in range(CHAIN_MICRO_BATCHES)], []
+            for _ in range(CHAIN_BLOCKS):
+                for m, state in enumerate(states):
+                    states[m], kept = form.forward(state, arguments)
+                    saved.append(kept)
+            states = [output_grad.clone() for _ in states]
+            while saved:
+                m = (len(saved) - 1) % len(states)
+                states[m] = form.backward(saved.pop(), arguments, states[m])[0]
+        except torch.OutOfMemoryError:
+            self.notes["fragmentation"] = "not measured for all variants: some blocks in a row do not fit the GPU"
+            return
+        stats = torch.cuda.memory_stats(self.device)
+        beyond = stats["reserved_bytes.all.peak"] - stats["allocated_bytes.all.peak"]
+        self.fragmentation_bytes = max(self.fragmentation_bytes, beyond)
 
     def _head_variant(self, embed: Stage, head: Stage, hidden_shape: torch.Size) -> SaveVariant:
         if self.compiled:
@@ -262,15 +286,6 @@ class _Measuring:
         if self.device.type == "cuda":
             synchronize(self.device)
             torch.cuda.empty_cache()
-
-    def _end_run(self) -> None:
-        """Note how much more the allocator reserves than it gave out; the peaks are those since working bytes."""
-        if self.device.type != "cuda":
-            return
-        allocated_bytes = torch.cuda.max_memory_allocated(self.device)
-        if allocated_bytes > self.peak_bytes:
-            self.peak_bytes = allocated_bytes
-            self.fragmentation = max(0.0, torch.cuda.max_memory_reserved(self.device) / allocated_bytes - 1)
 
 
 def _working_bytes(stage_pass: Pass, device: torch.device) -> tuple[int, int]:

@@ -186,7 +186,8 @@ class Instance:
 
     def usable_gpu_gb(self, budget_bytes: int) -> float:
         """What buffers may fill of ``budget_bytes`` once the driver context and fragmentation are taken off."""
-        return (budget_bytes - self.profile.context_bytes) / (1 + self.profile.fragmentation) / GB
+        fragmentation_bytes = self.profile.fragmentation_bytes.get(self.candidate.micro_batch, 0)
+        return (budget_bytes - self.profile.context_bytes - fragmentation_bytes) / GB
 
     # ---- times that no decision changes
 

@@ -13,7 +13,6 @@ A copy between host and GPU takes the curve measured with both directions busy w
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -79,7 +78,7 @@ def simulate(program: Program, profile: Profile, *, micro_batch: int, steps: int
         step_s=compute_end_s(last) - compute_end_s(before),
         exposed_s=exposed_of_step(program, last, before, in_line=replay.in_line),
         moved_bytes=moved_bytes(program.ops.values()),
-        peak_bytes=peak_bytes(program, profile),
+        peak_bytes=peak_bytes(program, profile, micro_batch),
         intervals=replay.intervals,
     )
 
@@ -169,12 +168,12 @@ class _Replay:
         return max((self.ends[index][earlier] for earlier, index in before if index >= 0), default=0.0)
 
 
-def peak_bytes(program: Program, profile: Profile) -> dict[Tier, int]:
+def peak_bytes(program: Program, profile: Profile, micro_batch: int) -> dict[Tier, int]:
     """Tier -> most bytes that exist at once, the GPU's with fragmentation and driver context."""
     peaks: dict[Tier, int] = {"gpu": 0, "host": 0, "nvme": 0}
     for tier in peaks:
         peaks[tier] = _peak_of_tier(program, tier)
-    peaks["gpu"] = math.ceil(peaks["gpu"] * (1 + profile.fragmentation)) + profile.context_bytes
+    peaks["gpu"] += profile.fragmentation_bytes.get(micro_batch, 0) + profile.context_bytes
     return peaks
 
 

@@ -179,8 +179,8 @@ class Profile(Document):
     """Most bytes that could be page-locked; null when no limit was met."""
     context_bytes: int = Field(default=0, ge=0)
     """GPU memory that the driver context and library workspaces take outside any plan."""
-    fragmentation: float = Field(default=0.0, ge=0)
-    """Reserved over allocated GPU bytes, minus 1, seen while measuring."""
+    fragmentation_bytes: dict[Annotated[int, Field(ge=1)], Annotated[int, Field(ge=0)]] = Field(default_factory=dict)
+    """Micro-batch -> what the GPU's allocator held beyond what it gave out, while some blocks ran in a row."""
     notes: dict[str, str] = Field(default_factory=dict)
     """Versions, device names, and what a reader should know."""
 

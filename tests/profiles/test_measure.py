@@ -134,7 +134,7 @@ def test_links_rates_and_memory(tiny_profile: Profile) -> None:
     assert free["gpu"] == free["host"]
     assert free["nvme"] is None
     assert "half" in tiny_profile.notes["memory"]
-    assert (tiny_profile.context_bytes, tiny_profile.fragmentation) == (0, 0.0)
+    assert (tiny_profile.context_bytes, tiny_profile.fragmentation_bytes) == (0, dict.fromkeys(MICRO_BATCHES, 0))
 
 
 @pytest.mark.parametrize("suffix", [".json", ".yaml"])

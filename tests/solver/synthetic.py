@@ -131,7 +131,8 @@ def _profile(
         },
         total_bytes={"gpu": machine.gpu_bytes, "host": machine.host_bytes, "nvme": None},
         free_bytes={"gpu": machine.gpu_bytes, "host": machine.host_bytes, "nvme": None},
-        context_bytes=500_000_000 if dtype == "bfloat16" else 0, fragmentation=0.02 if dtype == "bfloat16" else 0.0,
+        context_bytes=500_000_000 if dtype == "bfloat16" else 0,
+        fragmentation_bytes={size: 400_000_000 if dtype == "bfloat16" else 0 for size in variants["embed"]},
     )  # fmt: skip
 
 

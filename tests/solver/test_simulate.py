@@ -95,7 +95,7 @@ class TestMemory:
         assert timeline.peak_bytes == {"gpu": 170, "host": 7, "nvme": 0}
 
     def test_context_and_fragmentation_are_in_the_gpu_peak(self) -> None:
-        profile = tiny_profile().model_copy(update={"context_bytes": 1000, "fragmentation": 0.125})
+        profile = tiny_profile().model_copy(update={"context_bytes": 1000, "fragmentation_bytes": {1: 13, 2: 99}})
         buffers = [Buffer(id="gpu/static/x", tier="gpu", kind="static", num_bytes=100)]
         timeline = simulate(program([op("a", "compute")], [], buffers), profile, micro_batch=1)
         assert timeline.peak_bytes["gpu"] == 113 + 1000
