@@ -5,30 +5,28 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 
-import networkx as nx
 import torch
 
-from lazysched.runtime.buffers import Buffers
 from lazysched.runtime.engines import Done, Mark
 from lazysched.runtime.executor import Executor
 from lazysched.runtime.operations import StepContext
 from lazysched.runtime.session import Session
 from lazysched.schemas import Engine, Op, Program
+from tests.runtime.race_plans import Edge
 
-Edge = tuple[str, str, int]
-Kind = tuple[str, str, int]
-"""(what comes first, what follows, step distance), each as ``engine: kind of operation``."""
 Around = Callable[[Op, Callable[[], None]], None]
 """Runs an operation's work, and something before and after it, where and when the engine would."""
 
 ENGINES: tuple[Engine, ...] = ("compute", "h2d", "d2h", "cpu")
-LONGEST_S = (0.0, 0.0, 2e-4, 1e-3)
-"""Of the random delays of one engine in one plan: engines differ, so that any of them may be the one that lags."""
+LAGGING_S: dict[Engine, float] = {"compute": 1e-3, "h2d": 4e-3, "d2h": 4e-3, "cpu": 1e-2}
+"""Longest delays of the engine that lags in a plan: the fewer operations it has, the longer."""
+OTHERS_S = (0.0, 2e-4)
+"""Longest delays of another engine, one of these."""
 GUARD_S = 60.0
 """After so long an operation held back gives up, so that a mistake in these tests cannot hang them."""
 
@@ -69,26 +67,27 @@ def _after(futures: Sequence[Future[None]], work: Callable[[], None]) -> None:
 
 
 class Disturbed:
-    """Random delays around every operation; what one is about to overwrite is poisoned, long before it is written.
+    """Random delays around every operation, and one engine that lags; what is about to be overwritten is poisoned.
 
     A reader that comes too late, or too early, then finds NaN.
 
     Args:
-        buffers: of the session.
+        session: whose operations these are.
         seed: of the delays.
         pause: keeps the engine of the operation busy for so many seconds.
     """
 
-    def __init__(self, buffers: Buffers, seed: int, pause: Callable[[Op, float], None]) -> None:
-        self._buffers, self._pause = buffers, pause
+    def __init__(self, session: Session, seed: int, pause: Callable[[Op, float], None]) -> None:
+        self._buffers, self._device, self._pause = session.buffers, session.device, pause
         draws = random.Random(seed)
-        self._longest_s = {engine: draws.choice(LONGEST_S) for engine in ENGINES}
+        lagging = draws.choice(ENGINES)
+        self._longest_s = {engine: draws.choice(OTHERS_S) for engine in ENGINES} | {lagging: LAGGING_S[lagging]}
         self._draws = {engine: random.Random(draws.random()) for engine in ENGINES}
 
     def __call__(self, op: Op, work: Callable[[], None]) -> None:
         self._wait(op)
         for buffer in overwritten(op):
-            poison(self._buffers[buffer])
+            poison(self._buffers[buffer], self._device)
         self._wait(op)
         work()
         self._wait(op)
@@ -123,6 +122,27 @@ class HeldBack:
             self._finished.set()
 
 
+class Late:
+    """Keeps an engine busy before the first operation of an edge in one step, for long enough that the second is first.
+
+    Args:
+        edge: whose first operation is late.
+        step: in which it is.
+        seconds: by how much.
+        pause: keeps the engine of the operation busy for so many seconds.
+    """
+
+    def __init__(self, edge: Edge, step: int, seconds: float, pause: Callable[[Op, float], None]) -> None:
+        self._late, self._step, self._seconds, self._pause = edge[0], step, seconds, pause
+        self._seen: Counter[str] = Counter()
+
+    def __call__(self, op: Op, work: Callable[[], None]) -> None:
+        step, self._seen[op.id] = self._seen[op.id], self._seen[op.id] + 1
+        if op.id == self._late and step == self._step:
+            self._pause(op, self._seconds)
+        work()
+
+
 def overwritten(op: Op) -> list[str]:
     """Buffers all of whose content ``op`` replaces without having read it."""
     if op.kind == "copy":
@@ -134,12 +154,16 @@ def overwritten(op: Op) -> list[str]:
     return []
 
 
-def poison(buffer: torch.Tensor) -> None:
-    """NaN, whatever the bytes are read as; the first token where they are tokens, which must stay valid."""
-    if buffer.is_floating_point():
-        buffer.fill_(float("nan"))
+def poison(buffer: torch.Tensor, device: torch.device) -> None:
+    """NaN, whatever the bytes are read as; the first token where they are tokens, which must stay valid.
+
+    Written by the current stream of ``device``, in its order, also where the buffer is on the host.
+    """
+    value = float("nan") if buffer.is_floating_point() else 255 if buffer.dtype == torch.uint8 else 0
+    if buffer.device.type == device.type:
+        buffer.fill_(value)
     else:
-        buffer.fill_(255 if buffer.dtype == torch.uint8 else 0)
+        buffer.copy_(torch.full_like(buffer, value, device=device), non_blocking=True)
 
 
 def racing_executor(session: Session, program: Program, engines: ThreadedEngines | None, around: Around) -> Executor:
@@ -173,43 +197,3 @@ def without(program: Program, edge: Edge) -> Program:
         plan_hash=program.plan_hash, ops=program.ops, buffers=program.buffers,
         edges=[other for other in program.edges if other != edge],
     )  # fmt: skip
-
-
-def kind_of(program: Program, edge: Edge) -> Kind:
-    before, after, distance = edge
-    return _name(program.ops[before]), _name(program.ops[after]), distance
-
-
-def _name(op: Op) -> str:
-    what = op.id.split("/")[0] if op.kind == "copy" else op.kind
-    return f"{op.engine}: {what}" + (" copy" if op.id.endswith("/copy") else "")
-
-
-def needed_edges(program: Program) -> list[Edge]:
-    """Edges between engines that neither the order of the engines nor all other edges together imply.
-
-    An edge of distance 0 or 1 can be implied only by what happens in the same two steps.
-    """
-    ops = program.ops
-    crossing = [edge for edge in program.edges if ops[edge[0]].engine != ops[edge[1]].engine]
-    follows: nx.DiGraph = nx.DiGraph()
-    last: dict[str, tuple[int, str]] = {}
-    for step in (0, 1):
-        for op in ops.values():
-            if op.engine in last:
-                follows.add_edge(last[op.engine], (step, op.id))
-            last[op.engine] = (step, op.id)
-    copies: dict[Edge, list[tuple[tuple[int, str], tuple[int, str]]]] = defaultdict(list)
-    for before, after, distance in crossing:
-        for step in range(2 - distance):
-            copies[before, after, distance].append(((step, before), (step + distance, after)))
-    for edge in crossing:
-        follows.add_edges_from(copies[edge])
-    return [edge for edge in crossing if not _implied(follows, copies[edge])]
-
-
-def _implied(follows: nx.DiGraph, copies: list[tuple[tuple[int, str], tuple[int, str]]]) -> bool:
-    follows.remove_edges_from(copies)
-    found = nx.has_path(follows, *copies[0])
-    follows.add_edges_from(copies)
-    return found

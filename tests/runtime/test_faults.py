@@ -23,7 +23,6 @@ from lazysched.runtime.engines import CudaEngines
 from lazysched.runtime.model import Model
 from lazysched.runtime.operations import Operations, StepContext
 from lazysched.runtime.session import Session
-from lazysched.runtime.stage_updates import AdamWSettings
 from lazysched.schemas import Op, Plan, Prediction
 from tests.end_to_end.tiny_folder import make_data, make_model
 from tests.runtime.test_arena import FakeCudart
@@ -111,14 +110,15 @@ def fail_in(monkeypatch: pytest.MonkeyPatch, op_id: str, action: Callable[[], ob
 def test_a_worker_that_raises_ends_the_step_with_its_own_traceback(worker: None, where: str) -> None:
     before = trained()
     with make_session() as broken:
-        assert workers_alive()
         broken.updates["block.1"].update = explode  # type: ignore[method-assign]
         broken.executor.step(uneven_batch(2, SEQ_LEN, VOCABULARY, 0), 1e-2)
+        assert workers_alive()
+        go_on = {
+            "drain": broken.executor.drain,
+            "the next step": lambda: broken.executor.step(uneven_batch(2, SEQ_LEN, VOCABULARY, 1), 1e-2),
+        }
         with pytest.raises(Broken, match="in an update") as caught:
-            if where == "drain":
-                broken.executor.drain()
-            else:
-                broken.executor.step(uneven_batch(2, SEQ_LEN, VOCABULARY, 1), 1e-2)
+            go_on[where]()
         assert caught.traceback[-1].name == "explode"
     assert not workers_alive()
     assert trained() == before
@@ -131,10 +131,10 @@ def test_a_step_that_breaks_while_the_worker_waits_does_not_hang(
     before = trained()
     with monkeypatch.context() as patch:
         fail_in(patch, op_id, explode, step=1)
-        with make_session() as broken:  # noqa: SIM117
+        with make_session() as broken:
+            broken.executor.step(uneven_batch(2, SEQ_LEN, VOCABULARY, 0), 1e-2)
             with pytest.raises(Broken) as caught:
-                for seed in range(2):
-                    broken.executor.step(uneven_batch(2, SEQ_LEN, VOCABULARY, seed), 1e-2)
+                broken.executor.step(uneven_batch(2, SEQ_LEN, VOCABULARY, 1), 1e-2)
         assert caught.traceback[-1].name == "explode"
     assert not workers_alive()
     assert trained() == before
@@ -300,9 +300,10 @@ def test_a_session_that_cannot_be_made_unlocks_its_memory(cudart: FakeCudart, mo
         raise Broken
 
     for place, name in ((Buffers, "_on_device"), (Session, "_update_of"), (session, "Executor")):
-        with monkeypatch.context() as patch, pytest.raises(Broken):
+        with monkeypatch.context() as patch:
             patch.setattr(place, name, fail)
-            make_session()
+            with pytest.raises(Broken):
+                make_session()
         assert cudart.locked == {}
     assert all(locked)
 

@@ -18,18 +18,20 @@ from hypothesis import strategies as st
 from lazysched.lower import lower
 from lazysched.runtime.executor import Executor
 from lazysched.runtime.session import Session
-from lazysched.schemas import Op, Plan, Program, StagePlan, Update
-from tests.runtime.racing import (
-    Disturbed,
+from lazysched.schemas import Op, Program
+from tests.runtime.race_plans import (
+    HARMLESS,
+    KINDS,
+    Case,
     Edge,
-    HeldBack,
     Kind,
-    ThreadedEngines,
+    examples_of,
+    fixed_plans,
     kind_of,
+    matters,
     needed_edges,
-    racing_executor,
-    without,
 )
+from tests.runtime.racing import Disturbed, HeldBack, ThreadedEngines, racing_executor, without
 from tests.runtime.test_plans_do_not_change_results import (
     CHUNK_TOKENS,
     FP32_ELEMENTS,
@@ -42,99 +44,30 @@ from tests.runtime.test_plans_do_not_change_results import (
 )
 from tests.runtime.tiny import SEQ_LEN, llama
 
-Case = tuple[Plan, bool, float | None]
 Make = Callable[[Session], Executor]
 
-KINDS: list[Kind] = [
-    # gradients leave, and their slots are used again
-    ("compute: backward", "d2h: grads", 0),
-    ("compute: norm", "d2h: grads", 0),
-    ("d2h: grads", "compute: backward", 0),
-    ("d2h: grads", "compute: norm", 0),
-    ("d2h: grads", "cpu: update", 0),
-    # weights come, and their slots are used again
-    ("cpu: update", "h2d: load", 1),
-    ("h2d: load", "compute: forward", 0),
-    ("h2d: load", "compute: loss", 0),
-    ("h2d: load", "compute: backward", 0),
-    ("compute: forward", "h2d: load", 0),
-    ("compute: backward", "h2d: load", 0),
-    # saved tensors leave and come back
-    ("compute: forward", "d2h: save", 0),
-    ("d2h: save", "compute: forward", 0),
-    ("d2h: save", "h2d: fetch", 0),
-    ("h2d: fetch", "compute: backward", 0),
-    ("compute: backward", "h2d: fetch", 0),
-    # what a step begins and ends with
-    ("h2d: batch", "compute: forward", 0),
-    ("compute: backward", "h2d: batch", 1),
-    ("compute: totals", "d2h: totals copy", 0),
-    ("d2h: totals copy", "compute: totals", 1),
-    ("compute: scale", "d2h: scale copy", 0),
-    ("d2h: scale copy", "cpu: update", 0),
-    ("d2h: scale copy", "compute: scale", 1),
-]
-"""Every kind of edge between engines that is not implied by others in every plan."""
-
-HARMLESS: Kind = ("cpu: update", "d2h: scale copy", 1)
-"""Each step has its own ``host/scale``, which the program counts as one buffer."""
 HELD_STEP = 1
 """The step in which an operation is held back: one more follows, and what the one before left is stale."""
-
-
-def fixed_case(
-    tied: bool, accumulation: int, clip_norm: float | None, places: str, *, depth: int, lag: int, save: str, tier: str
-) -> Case:
-    """A plan from the place of each stage: ``s`` streamed, ``h`` resident with its state on the host, ``g`` all GPU."""
-    model, variants = tiny_model(tied)
-    stages = {}
-    for stage, place in zip(model.stages, places, strict=True):
-        choice = StagePlan(weights="host" if place == "s" else "gpu", state="gpu" if place == "g" else "host")
-        saved = {"intermediates": tier} if save == "all" else {}
-        block = {"save": save, "saved_tiers": saved, "input_tier": tier} if stage.is_block else {}
-        stages[stage.id] = choice.model_copy(update=block)
-    plan = Plan(
-        model_id=model.model_id, hardware_id="any", compute_dtype="float32", batch_size=MICRO_BATCH * accumulation,
-        seq_len=SEQ_LEN, micro_batch=MICRO_BATCH, accumulation=accumulation, loss_chunk_tokens=CHUNK_TOKENS,
-        prefetch_depth=depth, d2h_lag=lag, stages=stages, variants=variants, budget_bytes={},
-        fp32_state_elements=FP32_ELEMENTS, update=Update(clip_norm=clip_norm, check_finite=clip_norm is not None),
-    )  # fmt: skip
-    return plan, tied, clip_norm
 
 
 @cache
 def fixed_cases() -> list[Case]:
     """Between them they have every kind of edge."""
-    return [
-        fixed_case(False, 2, 0.5, "sssss", depth=1, lag=0, save="all", tier="host"),
-        fixed_case(True, 1, 0.5, "sssss", depth=1, lag=1, save="input", tier="host"),
-        fixed_case(False, 1, 0.5, "sssss", depth=1, lag=0, save="all", tier="gpu"),
-        fixed_case(True, 2, 0.5, "ggggg", depth=1, lag=0, save="all", tier="gpu"),
-        fixed_case(False, 1, None, "ggggh", depth=1, lag=0, save="all", tier="gpu"),
-    ]
+    return list(
+        fixed_plans(
+            tiny_model, "float32", micro_batch=MICRO_BATCH, seq_len=SEQ_LEN, chunk_tokens=CHUNK_TOKENS,
+            fp32_elements=FP32_ELEMENTS,
+        )
+    )  # fmt: skip
 
 
 def lowered(case: Case) -> Program:
     return lower(case[0], tiny_model(case[1])[0].stages)
 
 
-def matters(program: Program, edge: Edge) -> bool:
-    """Whether anybody would notice if ``edge`` were missing."""
-    kind = kind_of(program, edge)
-    unread = kind[0] == "d2h: scale copy" and not any(op.engine == "cpu" for op in program.ops.values())
-    return kind != HARMLESS and not unread
-
-
 @cache
 def examples() -> dict[Kind, tuple[int, Edge]]:
-    """For each kind of edge the first that matters in the fixed plans, and the index of its plan."""
-    found: dict[Kind, tuple[int, Edge]] = {}
-    for index, case in enumerate(fixed_cases()):
-        program = lowered(case)
-        for edge in needed_edges(program):
-            if matters(program, edge):
-                found.setdefault(kind_of(program, edge), (index, edge))
-    return found
+    return examples_of([lowered(case) for case in fixed_cases()])
 
 
 def outcome(case: Case, make: Make) -> list[object]:
@@ -172,13 +105,13 @@ def sleep(op: Op, seconds: float) -> None:
 
 def check_delayed(case: Case, seed: int) -> None:
     def delayed(session: Session) -> Executor:
-        around = Disturbed(session.buffers, seed, sleep)
+        around = Disturbed(session, seed, sleep)
         return racing_executor(session, session.program, ThreadedEngines(), around)
 
     assert outcome(case, delayed) == outcome(case, in_line)
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(cases("fp32", "hybrid8"), st.integers(0, 2**32))
 def test_random_plans_with_random_delays(case: Case, seed: int) -> None:
     check_delayed(case, seed)
