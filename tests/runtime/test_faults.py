@@ -269,7 +269,10 @@ def test_refused_page_locking_is_one_line_and_unlocks_what_was_locked(
 ) -> None:
     cudart.limit = 3
     message = refused(folder, capsys)
-    assert "cannot be page-locked (2); raise `ulimit -l` or solve again with a smaller --host-memory" in message
+    assert (
+        "cannot be page-locked (out of memory); raise `ulimit -l` or solve again with a smaller --host-memory"
+        in message
+    )
     assert cudart.locked == {}
     cudart.limit = 10**6
     assert folder.train() == 0
