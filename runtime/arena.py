@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Collection, Mapping
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import torch
@@ -70,21 +71,32 @@ class HostArena:
     def _lock(self, names: list[str]) -> None:
         """Page-lock pieces one by one: CUDA refuses a copy that spans two registrations."""
         cudart = _cudart()
-        for name in names:
-            num_bytes = _whole_pages(self._sizes[name])
-            address = self.tensor(name, torch.uint8).data_ptr()
-            status = cudart.cudaHostRegister(address, num_bytes, 0)
-            if status != cudart.cudaError.success:
-                self.close()
-                raise RunError(
-                    f"host memory: {format_bytes(num_bytes)} of {name} cannot be page-locked ({status}); "
-                    f"raise `ulimit -l` or solve again with a smaller --host-memory"
-                )
-            self._locked.append(address)
+        with ExitStack() as undo:
+            undo.callback(self.close)
+            for name in names:
+                num_bytes = _whole_pages(self._sizes[name])
+                address = self.tensor(name, torch.uint8).data_ptr()
+                status = cudart.cudaHostRegister(address, num_bytes, 0)
+                if status != cudart.cudaError.success:
+                    _forget_error()
+                    raise RunError(
+                        f"host memory: {format_bytes(num_bytes)} of {name} cannot be page-locked "
+                        f"({cudart.cudaGetErrorString(status)}); "
+                        f"raise `ulimit -l` or solve again with a smaller --host-memory"
+                    )
+                self._locked.append(address)
+            undo.pop_all()
 
 
 def _cudart() -> Any:
     return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+
+
+def _forget_error() -> None:
+    """Launch a kernel, from which torch raises the error of the refused call that CUDA keeps; a later one is spared."""
+    if torch.cuda.is_available():
+        with suppress(RuntimeError):
+            torch.ones(1, device="cuda")
 
 
 def _whole_pages(num_bytes: int) -> int:

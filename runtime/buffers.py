@@ -6,6 +6,7 @@ What a step makes and drops (inputs, saved tensors, gradients of hidden states) 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 
 import torch
 
@@ -39,7 +40,10 @@ class Buffers:
         pinned = [b.id for b in host if b.pinned]
         self.arena = HostArena({b.id: b.num_bytes for b in host}, pinned, device, limit_bytes=host_limit_bytes)
         self._tensors = {b.id: self.arena.tensor(b.id, self._dtype_of(b)) for b in host}
-        self._tensors |= {b.id: self._on_device(b) for b in self._static(program)}
+        with ExitStack() as undo:  # a GPU that is full must not leave host memory locked
+            undo.callback(self.close)
+            self._tensors |= {b.id: self._on_device(b) for b in self._static(program)}
+            undo.pop_all()
 
     def __getitem__(self, buffer_id: str) -> torch.Tensor:
         return self._tensors[buffer_id]

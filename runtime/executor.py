@@ -125,8 +125,10 @@ class Executor:
 
     def close(self) -> None:
         """Finish and give threads and tensors back."""
-        self._engines.close()
-        self._operations.forget()
+        try:
+            self._engines.close()
+        finally:
+            self._operations.forget()
 
     def _run(self, program: Program, batch: Batch, learning_rate: float, timed: Timed | None = None) -> StepResult:
         if program is not self._last:

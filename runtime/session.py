@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from functools import partial
 
 import torch
@@ -63,8 +64,13 @@ class Session:
         _build_forms(layout, self.model)
         self.program = lower(plan, self.model.stages)
         self.buffers = Buffers(self.program, plan.compute_dtype, device, host_limit_bytes)
-        self.updates = {stage.id: self._update_of(stage, layout, settings) for stage in self.model.stages}
-        self.executor = Executor(plan, self.program, self.model, self.buffers, self.updates, settings, max_grad_norm)
+        with ExitStack() as undo:
+            undo.callback(self.buffers.close)
+            self.updates = {stage.id: self._update_of(stage, layout, settings) for stage in self.model.stages}
+            self.executor = Executor(
+                plan, self.program, self.model, self.buffers, self.updates, settings, max_grad_norm
+            )  # fmt: skip
+            undo.pop_all()
 
     def _update_of(self, stage: Stage, layout: Layout, settings: AdamWSettings) -> StageUpdate:
         place = "host" if layout.on_host(stage) else "gpu"
@@ -134,10 +140,12 @@ class Session:
         return flat_views(self.buffers[f"{place}/grads/{stage.id}"], stage, self.model.dtype.itemsize)
 
     def close(self) -> None:
-        """Give everything back."""
-        self.executor.close()
-        self.updates.clear()
-        self.buffers.close()
+        """Give everything back, whatever state a step was left in."""
+        try:
+            self.executor.close()
+        finally:
+            self.updates.clear()
+            self.buffers.close()
 
     def __enter__(self) -> Session:
         return self

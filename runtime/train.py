@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+import traceback
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -332,9 +334,22 @@ class _Memory:
 
 
 def _out_of_memory(plan: Plan, error: torch.OutOfMemoryError) -> RunError:
-    planned = plan.predicted.peak_bytes.get("gpu") if plan.predicted else None
-    wanted = "without a prediction" if planned is None else f"for {format_bytes(planned)}"
+    """What was planned, what was found and what to do; lets go what the failed step still held.
+
+    Torch's allocator keeps what it reserved after the session was closed, so its numbers are those of the failure.
+    """
+    traceback.clear_frames(error.__traceback__)
+    total_bytes, free_bytes = machine.device_memory(_device(None))
+    reserved_bytes = torch.cuda.memory_reserved()
+    peak_bytes = plan.predicted.peak_bytes.get("gpu") if plan.predicted else None
+    planned = "an unknown peak" if peak_bytes is None else f"a peak of {format_bytes(peak_bytes)}"
+    if "gpu" in plan.budget_bytes:
+        planned += f" within {format_bytes(plan.budget_bytes['gpu'])}"
+    asked = re.search(r"Tried to allocate ([\d.]+ \w+)", str(error))
     return RunError(
-        f"GPU memory: planned {wanted}, of which {format_bytes(torch.cuda.max_memory_allocated())} were in use when "
-        f"more was asked for; solve again with a smaller --gpu-memory or --batch-size"
+        f"GPU memory: planned {planned}; found {format_bytes(reserved_bytes)} reserved, of which at most "
+        f"{format_bytes(torch.cuda.max_memory_allocated())} in use, "
+        f"{format_bytes(max(0, total_bytes - free_bytes - reserved_bytes))} taken by the driver and other processes, "
+        f"and {format_bytes(free_bytes)} free when {asked[1] if asked else 'memory'} more was asked for; "
+        f"solve again with a smaller --gpu-memory or --batch-size"
     )

@@ -82,6 +82,9 @@ class FakeCudart:
         self.locked[address] = num_bytes
         return 0
 
+    def cudaGetErrorString(self, status: int) -> str:
+        return {2: "out of memory"}[status]
+
     def cudaHostUnregister(self, address: int) -> int:
         del self.locked[address]
         return 0
@@ -102,7 +105,7 @@ def test_only_the_pinned_pieces_are_locked_each_on_its_own(monkeypatch: pytest.M
 def test_a_refused_lock_unlocks_the_others_and_tells_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     cudart = FakeCudart(limit=1)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
-    with pytest.raises(RunError, match=r"8\.19 kB of b cannot be page-locked \(2\); raise `ulimit -l`"):
+    with pytest.raises(RunError, match=r"8\.19 kB of b cannot be page-locked \(out of memory\); raise `ulimit -l`"):
         HostArena({"a": 1, "b": PAGE + 1}, {"a", "b"}, torch.device("cuda"), limit_bytes=9 * PAGE)
     assert cudart.locked == {}
 
