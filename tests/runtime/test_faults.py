@@ -29,7 +29,7 @@ from tests.runtime.test_arena import FakeCudart
 from tests.runtime.test_loop import make_session, plan_for
 from tests.runtime.tiny import CPU, SEQ_LEN, llama, uneven_batch
 
-WORKER = "lazysched-cpu"
+WORKER = "lazysched-"
 VOCABULARY = 97
 pytestmark = pytest.mark.timeout(120)
 """A hang is a failure, not a wait for ever."""
@@ -62,10 +62,11 @@ class InlineStream:
 
 @pytest.fixture
 def worker(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Sessions on the CPU run as on a GPU: streams in line, the updates on a real worker that waits for events."""
+    """Sessions on the CPU run as on a GPU: streams in line, updates and uploads on real workers that wait for events."""
     for name, stand_in in {
         "Event": SlowEvent, "Stream": InlineStream, "current_stream": InlineStream,
-        "stream": lambda _: nullcontext(), "synchronize": lambda: None,
+        "stream": lambda _: nullcontext(), "synchronize": lambda: None, "current_device": lambda: 0,
+        "set_device": lambda _: None,
     }.items():  # fmt: skip
         monkeypatch.setattr(torch.cuda, name, stand_in)
     monkeypatch.setattr(executor, "InlineEngines", lambda: CudaEngines(threads=1))
