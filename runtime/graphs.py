@@ -27,6 +27,7 @@ from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.fx_passes.joint_graph import joint_graph_passes
 from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.graph import CodeGen
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 Runnable = Callable[[list[Any]], Sequence[Any]]
@@ -123,7 +124,7 @@ def compile_joint(function: Callable[..., tuple[torch.Tensor]], inputs: Sequence
         [inputs, gradient of the output] -> [output, gradient of each input or None].
     """
     joint = _joint_graph(function, tuple(inputs))
-    joint.graph.set_codegen(fx.graph.CodeGen())  # traced, it takes and returns nested tuples
+    joint.graph.set_codegen(CodeGen())  # traced, it takes and returns nested tuples
     joint.recompile()
     return compile_graph(joint)[0]
 

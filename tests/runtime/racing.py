@@ -39,11 +39,11 @@ class ThreadedEngines:
             engine: ThreadPoolExecutor(1, engine, initializer=torch.set_num_threads, initargs=(1,))
             for engine in ENGINES
         }  # fmt: skip
-        self._outstanding: list[Future[None]] = []
+        self._outstanding: list[Future[torch.cuda.Event | None]] = []
 
     def submit(self, engine: Engine, work: Callable[[], None], after: Sequence[Done], signal: bool) -> Done:
         futures = [done for done in after if isinstance(done, Future)]
-        future = self._workers[engine].submit(_after, futures, work)
+        future: Future[torch.cuda.Event | None] = self._workers[engine].submit(_after, futures, work)
         self._outstanding.append(future)
         return future if signal else None
 
