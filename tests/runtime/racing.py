@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -43,7 +44,8 @@ class ThreadedEngines:
 
     def submit(self, engine: Engine, work: Callable[[], None], after: Sequence[Done], signal: bool) -> Done:
         futures = [done for done in after if isinstance(done, Future)]
-        future: Future[torch.cuda.Event | None] = self._workers[engine].submit(_after, futures, work)
+        run = partial(_after, futures, work)
+        future = self._workers[engine].submit(run)
         self._outstanding.append(future)
         return future if signal else None
 
@@ -60,10 +62,11 @@ class ThreadedEngines:
             worker.shutdown(wait=True, cancel_futures=True)
 
 
-def _after(futures: Sequence[Future[None]], work: Callable[[], None]) -> None:
+def _after(futures: Sequence[Future[Any]], work: Callable[[], None]) -> torch.cuda.Event | None:
     for future in futures:
         future.result()
     work()
+    return None
 
 
 class Disturbed:

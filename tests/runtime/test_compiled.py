@@ -123,7 +123,7 @@ def all_kept(plan: Plan) -> Plan:
 
 
 @settings(
-    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
+    max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
 )
 @given(case=cases())
 def test_plans_agree_to_the_bit(case: tuple[Plan, bool], interpreted: list[bool]) -> None:
@@ -150,10 +150,9 @@ def test_every_architecture(name: str, interpreted: list[bool]) -> None:
     assert worst_error(CONFIGS[name], plan_of(model, compiled_variants(model))) <= ERROR_RATIO
 
 
-@pytest.mark.parametrize("tied", [True, False])
-def test_compiled_for_real(tied: bool) -> None:
+def test_compiled_for_real() -> None:
     """Inductor's graphs: a variant in the middle, the block's input alone, the loss for chunks of two sizes."""
-    config = llama(tied, num_hidden_layers=2)
+    config = llama(tied=True, num_hidden_layers=2)
     model = Model(config, "float32", CPU, micro_batch=MICRO_BATCH, seq_len=SEQ_LEN)
     variants = compiled_variants(model)
     middle = [v.name for key, v in variants.items() if key.startswith("Llama")][2]

@@ -62,7 +62,7 @@ class InlineStream:
 
 @pytest.fixture
 def worker(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Sessions on the CPU run as on a GPU: streams in line, updates and uploads on real workers that wait for events."""
+    """Sessions on the CPU run as on a GPU: streams in line, updates and uploads on workers that wait for events."""
     for name, stand_in in {
         "Event": SlowEvent, "Stream": InlineStream, "current_stream": InlineStream,
         "stream": lambda _: nullcontext(), "synchronize": lambda: None, "current_device": lambda: 0,
