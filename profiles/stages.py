@@ -23,6 +23,7 @@ from lazysched.runtime.flat import aligned, flat_views
 from lazysched.runtime.model import Model
 from lazysched.runtime.saved import Saved
 from lazysched.schemas import SaveVariant, Stage
+from lazysched.schemas.profile import UNCOMPILED_NOTE
 
 OUTPUT_GRAD_SCALE = 1e-3
 HEAT_S = 0.5
@@ -138,12 +139,11 @@ class _Measuring:
             try:
                 return self._compiled_variants(stage, hidden_shape)
             except RunError as error:
-                self.notes[f"compile.{stage.structure}"] = f"blocks run uncompiled: {error}"
+                self.notes[f"{UNCOMPILED_NOTE}{stage.structure}"] = f"blocks run uncompiled: {error}"
         return [self._block_variant(stage, hidden_shape, wanted) for wanted in UNCOMPILED]
 
     def _compiled_variants(self, stage: Stage, hidden_shape: torch.Size) -> list[SaveVariant]:
         kept = partial(self.model.kept, stage)
-
         reference = self.reference.variants[stage.structure] if self.reference else []
         if not reference or not reference[0].compiled:
             wanted = candidates(kept, math.prod(self.rows))
@@ -213,7 +213,7 @@ class _Measuring:
                 self.model.compile_loss(self.chunk_tokens)
             except RunError as error:
                 self.compiled = False
-                self.notes["compile.head"] = f"the loss runs uncompiled: {error}"
+                self.notes[f"{UNCOMPILED_NOTE}head"] = f"the loss runs uncompiled: {error}"
         head_pass = self._head_pass(embed, head, hidden_shape)
         return self._variant("all", {}, head_pass, compiled=self.compiled)
 

@@ -12,6 +12,8 @@ from pydantic import Field, model_validator
 from lazysched.schemas.base import AttentionBackend, Document, Dtype, Schema, Tier
 from lazysched.schemas.model import Stage
 
+UNCOMPILED_NOTE = "compile."
+"""Notes of a profile whose key begins so say what could not be compiled, and why."""
 NOISY_SPREAD = 0.25
 """Interquartile range over median above which a figure is in doubt."""
 
@@ -185,7 +187,7 @@ class Profile(Document):
     """Versions, device names, and what a reader should know."""
 
     def doubts(self) -> list[str]:
-        """What makes the figures uncertain, one line each; empty for a quiet machine."""
+        """What a user should know before trusting the figures, one line each; empty when all went as wanted."""
         timings = [
             timing
             for by_size in self.variants.values()
@@ -197,7 +199,8 @@ class Profile(Document):
         rates = [rate for by_format in self.update.values() for rate in by_format.values()]
         noisy = sum(timing.spread_s > NOISY_SPREAD * timing.seconds for timing in timings)
         noisy += sum(rate.spread > NOISY_SPREAD for rate in rates)
+        found = [note for key, note in self.notes.items() if key.startswith(UNCOMPILED_NOTE)]
         if not noisy:
-            return []
+            return found
         count = f"{noisy} of {len(timings) + len(rates)} figures vary by more than {100 * NOISY_SPREAD:.0f} %"
-        return [f"{count} between repeats; predictions will be off, profile again when the machine is quiet"]
+        return [*found, f"{count} between repeats; predictions will be off, profile again when the machine is quiet"]

@@ -16,6 +16,7 @@ from transformers import Gemma3TextConfig, PretrainedConfig
 from lazysched.errors import RunError, UsageError
 from lazysched.profiles import links, measure, updates
 from lazysched.profiles.measure import profile
+from lazysched.runtime import graphs
 from lazysched.runtime.flat import aligned
 from lazysched.runtime.model import Model
 from lazysched.runtime.session import Session
@@ -37,7 +38,7 @@ def gemma3() -> PretrainedConfig:
     )  # fmt: skip
 
 
-def run(config: PretrainedConfig, folder: Path, device: str = "cpu") -> Profile:
+def run(config: PretrainedConfig, folder: Path, device: str = "cpu", compiled: bool | None = False) -> Profile:
     config.save_pretrained(folder)
     with pytest.MonkeyPatch.context() as patch:
         for room, name, value in (
@@ -46,7 +47,7 @@ def run(config: PretrainedConfig, folder: Path, device: str = "cpu") -> Profile:
             patch.setattr(room, name, value)
         return profile(
             str(folder / "config.json"), device=device, seq_len=SEQ_LEN, micro_batches=MICRO_BATCHES,
-            loss_chunk_tokens=CHUNK_TOKENS, repeats=2,
+            loss_chunk_tokens=CHUNK_TOKENS, repeats=2, compiled=compiled,
         )  # fmt: skip
 
 
@@ -163,6 +164,38 @@ def test_a_plan_of_the_profiles_variants_trains(
         assert session.executor.step(batch, 1e-2).loss < before
 
 
+def test_what_cannot_be_compiled_is_measured_uncompiled_and_said(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise ValueError("no such operator")
+
+    monkeypatch.setattr(graphs, "compile_graph", fail)
+    found = run(llama(tied=True), tmp_path, compiled=True)
+    blocks = [v for variants in found.variants["LlamaDecoderLayer"].values() for v in variants]
+    assert {v.name for v in blocks} == {"all", "input"}
+    assert not any(v.compiled for v in [*blocks, *found.variants["head"][1]])
+    said = " / ".join(found.doubts())
+    assert "blocks run uncompiled: block.0: it cannot be compiled (ValueError: no such operator)" in said
+    assert "the loss runs uncompiled" in said
+
+
+def test_compiled_all_variants_are_measured_once_and_interpolated_after(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(graphs, "compile_graph", graphs.interpret_graph)
+    found = run(llama(tied=True), tmp_path, compiled=True)
+    small, large = (found.variants["LlamaDecoderLayer"][size] for size in MICRO_BATCHES)
+    assert [v.name for v in small] == [v.name for v in large]
+    assert {v.budget for v in large[-1:]} == {0.0}
+    assert all(v.forward.repeats == 2 for v in [*large, small[0], small[-1]])
+    assert all(v.forward.reason == "interpolated from micro-batch 2" for v in small[1:-1])
+    for variant, twice in zip(small, large, strict=True):
+        assert twice.saved["input"] == 2 * variant.saved["input"]
+        assert variant.saved_bytes <= twice.saved_bytes <= 2 * variant.saved_bytes
+    assert found.variants["head"][1][0].compiled
+
+
 def test_micro_batches_that_do_not_fit_are_left_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     real = measure.measure_stages
 
@@ -211,7 +244,7 @@ def test_importing_the_package_loads_no_torch(tmp_path: Path) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_a_gpu_everything_is_measured(tmp_path: Path) -> None:
-    found = run(llama(tied=True), tmp_path, device="cuda")
+    found = run(llama(tied=True), tmp_path, device="cuda", compiled=None)
     assert (found.device, found.compute_dtype) == ("cuda", "bfloat16")
     for name in ("h2d", "d2h", "h2d_both", "d2h_both", "host", "gpu"):
         assert found.links[name].points, name
