@@ -10,9 +10,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from lazysched.runtime.ends import IGNORED_LABEL
 from lazysched.runtime.graphs import compile_joint
-
-IGNORED_LABEL = -100
 
 
 class CompiledLoss:

@@ -40,7 +40,7 @@ LATE_S = {0: 0.2, 1: 0.6}
 CYCLES_PER_S = 2e9
 """Of a GPU's clock, roughly: a kernel that counts them keeps a stream busy."""
 IMPLIED_BY_LAUNCHES: Kind = ("d2h: scale copy", "compute: scale", 1)
-"""The launching thread waits for host updates, one of which comes before the next scale wherever this copy is read."""
+"""Launching waits until uploads were issued, behind a host update wherever this copy is read, before the next scale."""
 Outcome = tuple[list[tuple[float, float]], dict[str, torch.Tensor]]
 
 
