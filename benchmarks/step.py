@@ -17,7 +17,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from rich.table import Table
 from rows import make_row, save_rows
 
 from lazysched.chrome_trace import save_chrome_trace
+from lazysched.lower import lower
 from lazysched.profiles.measure import profile
 from lazysched.runtime import machine
 from lazysched.runtime.batch import Batch
@@ -39,6 +40,7 @@ from lazysched.runtime.stage_updates import AdamWSettings
 from lazysched.schemas import Profile, Program
 from lazysched.solver import Solution, solve
 from lazysched.solver.report import print_solution
+from lazysched.solver.simulate import simulate
 from lazysched.timeline import Interval, timed_steps
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -78,6 +80,8 @@ class Case:
     num_steps: int = 10
     chunk_tokens: int = 4096
     """Tokens whose logits exist at once."""
+    resident: bool = False
+    """Whether the plan's variants run with everything on the GPU instead of where the plan puts it."""
 
     @property
     def gpu_bytes(self) -> int | None:
@@ -90,6 +94,7 @@ CASES = [
     Case("7b_8x1k", "7b", 8, 1024, None, (4, 8), num_steps=14),
     Case("7b_32x1k_24gb", "7b", 32, 1024, 24, (8, 16)),
     Case("7b_64x1k_24gb", "7b", 64, 1024, 24, (8, 16)),
+    Case("7b_64x1k_resident", "7b", 64, 1024, 24, (8, 16), resident=True),
     Case("7b_144x1k_68gb", "7b", 144, 1024, 68, (8, 16), num_steps=8),
     Case("7b_8x1k_24gb", "7b", 8, 1024, 24, (4, 8), num_steps=14),
     Case("3b_32x1k", "3b", 32, 1024, None, (8, 16, 32)),
@@ -137,12 +142,31 @@ def run(case: Case, arguments: argparse.Namespace) -> list[dict[str, object]]:
         measured, batch_size=case.batch_size, gpu_memory_bytes=case.gpu_bytes, host_memory_bytes=host_bytes
     )
     print_solution(solution, measured, Console(width=120))
+    if case.resident:
+        solution = all_on_gpu(solution, measured)
     if arguments.save_plan is not None:
         solution.plan.save(arguments.save_plan)
     figures = measure(case, solution, config, measured, device, arguments.trace)
     figures["profile_s"] = (profile_s, "s")
-    command, where = f"python benchmarks/step.py --case {case.name}", measured.hardware_id
+    given = "" if arguments.profile is None else f" --profile {arguments.profile.name}"
+    command, where = f"python benchmarks/step.py --case {case.name}{given}", measured.hardware_id
     return [make_row(case.name, metric, value, unit, where, command) for metric, (value, unit) in figures.items()]
+
+
+def all_on_gpu(solution: Solution, measured: Profile) -> Solution:
+    """The same micro-batches and save variants with weights, state and everything saved on the GPU."""
+    stages = {
+        stage_id: choice.model_copy(
+            update={
+                "weights": "gpu", "state": "gpu", "input_tier": "gpu",
+                "saved_tiers": dict.fromkeys(choice.saved_tiers, "gpu"),
+            }
+        )
+        for stage_id, choice in solution.plan.stages.items()
+    }  # fmt: skip
+    plan = solution.plan.model_copy(update={"stages": stages, "budget_bytes": {}, "predicted": None})
+    timeline = simulate(lower(plan, measured.stages), measured, micro_batch=plan.micro_batch)
+    return replace(solution, plan=plan.model_copy(update={"predicted": timeline.prediction()}), timeline=timeline)
 
 
 def profiled(case: Case, config_path: Path, arguments: argparse.Namespace) -> tuple[Profile, float | None]:
@@ -197,7 +221,7 @@ def measure(
         "exposed_share": (timed.idle_s / step_s, "1"),
         "peak_gpu_bytes": (reserved, "bytes"),
         "predicted_peak_gpu_bytes": (plan.predicted.peak_bytes["gpu"], "bytes"),
-        "gpu_budget_bytes": (case.gpu_bytes, "bytes"),
+        "gpu_budget_bytes": (plan.budget_bytes.get("gpu"), "bytes"),
         "slowest_step_s": (max(times_s), "s"),
     }
 

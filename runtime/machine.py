@@ -85,6 +85,24 @@ def configure_allocator(device: torch.device, budget_bytes: int | None = None, p
     torch.cuda.set_per_process_memory_fraction(min(1.0, max(share, 0.0)))
 
 
+def claim(device: torch.device, planned_bytes: int, planned_context_bytes: int = 0) -> None:
+    """Take from the driver now what a plan will need, so that no step has to ask, and nobody else can take it first.
+
+    Args:
+        device: nothing happens unless it is a CUDA device.
+        planned_bytes: what this process will hold on the GPU at most, the driver's context included.
+        planned_context_bytes: what the context and libraries will have taken of it once all kernels are loaded.
+
+    Raises:
+        torch.OutOfMemoryError: the GPU has not that much left.
+    """
+    if device.type != "cuda":
+        return
+    outside_bytes = max(context_bytes(device), planned_context_bytes)
+    missing_bytes = planned_bytes - outside_bytes - torch.cuda.memory_reserved(device)
+    torch.empty(max(0, missing_bytes), dtype=torch.uint8, device=device)
+
+
 def rss_bytes() -> int:
     """Bytes of physical memory that this process holds now."""
     return int(psutil.Process().memory_info().rss)

@@ -18,6 +18,7 @@ from lazysched.runtime.engines import cpu_threads
 from lazysched.runtime.executor import Executor
 from lazysched.runtime.flat import flat_views
 from lazysched.runtime.hybrid8 import SMALLEST_EPSILON
+from lazysched.runtime.machine import claim
 from lazysched.runtime.model import Model
 from lazysched.runtime.stage_updates import AdamWFp32, AdamWSettings, Hybrid8Update, StageUpdate
 from lazysched.schemas import Plan, Stage
@@ -36,7 +37,8 @@ class Session:
 
     Raises:
         UsageError: the plan was solved for another model, or holds what cannot be executed.
-        RunError: memory does not suffice, or a graph cannot be compiled here.
+        RunError: host memory does not suffice, or a graph cannot be compiled here.
+        torch.OutOfMemoryError: the GPU has less left than the plan predicts.
     """
 
     def __init__(
@@ -66,6 +68,8 @@ class Session:
         self.buffers = Buffers(self.program, plan.compute_dtype, device, host_limit_bytes)
         with ExitStack() as undo:
             undo.callback(self.buffers.close)
+            if plan.predicted is not None:
+                claim(device, plan.predicted.peak_bytes.get("gpu", 0), plan.context_bytes)
             self.updates = {stage.id: self._update_of(stage, layout, settings) for stage in self.model.stages}
             self.executor = Executor(
                 plan, self.program, self.model, self.buffers, self.updates, settings, max_grad_norm
