@@ -127,9 +127,10 @@ class Layout:
             return "gpu/accumulator/block"
         return f"gpu/accumulator/{stage.id if self.tied else 'vocabulary'}"
 
-    def outgoing_bytes(self) -> int:
-        """Size of one slot for what leaves to, or comes back from, the host."""
-        return max((self.offloaded_bytes(stage) for stage in self.blocks), default=0)
+    def outgoing_bytes(self, stage: Stage) -> int:
+        """Bytes per micro-batch, the input excepted, that the stage sends to the host."""
+        choice, variant = self.choice(stage), self.variants[stage.id]
+        return sum(size for group, size in variant.saved.items() if choice.saved_tiers.get(group) == "host")
 
 
 def adding_bytes(elements: int, element_bytes: int, micro_batch: int, accumulation: int) -> int:

@@ -15,9 +15,11 @@ Uploads, downloads and fetches stand in that list where they may start; dependen
 from __future__ import annotations
 
 import hashlib
+from collections import deque
 from collections.abc import Sequence
 
 from lazysched.hazards import dependency_edges
+from lazysched.hidden_slots import HiddenSlots
 from lazysched.layout import MASTER_BYTES, Layout
 from lazysched.schemas import Buffer, Engine, Op, OpKind, Phase, Plan, Program, Stage, Tier
 from lazysched.static_buffers import static_buffer_sizes
@@ -50,6 +52,13 @@ class _Lowering:
         self.uploads = Uploads(layout, training)
         self.window = -1
         self.num_saves = self.num_grads = 0
+        self.slots = HiddenSlots()
+        self.hidden: dict[int, str] = {}
+        """Micro-batch -> slot of its hidden state, later of the gradient of that."""
+        self.inputs: dict[tuple[str, int], str] = {}
+        """(stage, micro-batch) -> slot of an input that waits on the GPU for the backward."""
+        self.leaving: deque[str] = deque()
+        """Slots of inputs on their way to the host."""
         self.fetches = self._fetch_order()
         self.fetch_index = {(stage.id, m): index for index, (stage, m) in enumerate(self.fetches)}
 
@@ -129,22 +138,24 @@ class _Lowering:
 
     def _forward_pass(self) -> None:
         self._issue_uploads()
-        for stage, after in zip(self.layout.stages[:-1], self.layout.stages[1:], strict=True):
+        for stage in self.layout.stages[:-1]:
             for m in range(self.plan.accumulation):
-                self._forward(stage, after, m)
+                self._forward(stage, m)
             self._issue_uploads()
 
-    def _forward(self, stage: Stage, after: Stage, m: int) -> None:
+    def _forward(self, stage: Stage, m: int) -> None:
         layout, variant = self.layout, self.layout.variants[stage.id]
-        source = f"gpu/input/{stage.id}/{m}" if stage.is_block else "gpu/batch"
-        writes = [f"gpu/input/{after.id}/{m}"]
-        op_id = f"forward/{stage.id}/{m}"
-        outgoing = f"gpu/outgoing/slot{self.num_saves % (self.plan.d2h_lag + 1)}"
+        source = self.hidden[m] if stage.is_block else "gpu/batch"
         offloads = self.training and layout.offloaded_bytes(stage) > 0
+        if offloads and len(self.leaving) > self.plan.d2h_lag:
+            self.slots.give(self.leaving.popleft())
+        target, op_id = self.slots.take(), f"forward/{stage.id}/{m}"
+        writes = [target]
         if self.training and layout.kept_bytes(stage):
             writes.append(f"gpu/saved/{stage.id}/{m}")
             self._buffer(f"gpu/saved/{stage.id}/{m}", layout.kept_bytes(stage), op_id, f"backward/{stage.id}/{m}")
-        if offloads:
+        outgoing = f"gpu/outgoing/slot{self.num_saves % (self.plan.d2h_lag + 1)}"
+        if offloads and layout.outgoing_bytes(stage):
             writes.append(outgoing)
         self._emit(
             op_id, "forward", "compute", stage=stage.id, phase="forward", micro_batch=m,
@@ -152,24 +163,31 @@ class _Lowering:
             working_bytes=variant.working_forward_bytes,
             reads=(source, self.uploads.weights(stage, "forward")), writes=tuple(writes),
         )  # fmt: skip
-        last = self._last_use_of_input(after, m)
-        self._buffer(f"gpu/input/{after.id}/{m}", layout.hidden_bytes, op_id, last)
         if offloads:
             self._save(stage, m, outgoing)
+        if stage.is_block:
+            self._after_use_of_input(stage, m)
+        self.hidden[m] = target
 
-    def _last_use_of_input(self, stage: Stage, m: int) -> str:
-        if not stage.is_block:
-            return f"loss/{stage.id}/{m}"
-        kept = self.training and self.layout.choice(stage).input_tier == "gpu"
-        return f"{'backward' if kept else 'forward'}/{stage.id}/{m}"
+    def _after_use_of_input(self, stage: Stage, m: int) -> None:
+        """The input of a forward just emitted stays, leaves or is needed no more."""
+        source = self.hidden[m]
+        if not self.training:
+            self.slots.give(source)
+        elif self.layout.choice(stage).input_tier == "gpu":
+            self.inputs[stage.id, m] = source
+        else:
+            self.leaving.append(source)
 
     def _save(self, stage: Stage, m: int, outgoing: str) -> None:
-        size = self.layout.offloaded_bytes(stage)
-        target = f"host/saved/{stage.id}/{m}"
+        layout = self.layout
+        size, target = layout.offloaded_bytes(stage), f"host/saved/{stage.id}/{m}"
+        reads = [self.hidden[m]] if layout.choice(stage).input_tier == "host" else []
+        reads += [outgoing] if layout.outgoing_bytes(stage) else []
         self._buffer(target, size)
         self._emit(
             f"save/{stage.id}/{m}", "copy", "d2h", stage=stage.id, phase="forward", micro_batch=m,
-            num_bytes=size, reads=(outgoing,), writes=(target,),
+            num_bytes=size, reads=tuple(reads), writes=(target,),
         )  # fmt: skip
         self.num_saves += 1
 
@@ -194,20 +212,22 @@ class _Lowering:
         layout, stage = self.layout, self.layout.head
         variant = layout.variants[stage.id]
         op_id, phase = f"loss/head/{m}", "backward" if self.training else "forward"
-        reads = [f"gpu/input/head/{m}", "gpu/batch", self.uploads.weights(stage, "forward")]
+        source = self.hidden[m]
+        reads = [source, "gpu/batch", self.uploads.weights(stage, "forward")]
         writes = ["gpu/loss"]
         if layout.tied:
             reads.append(self.uploads.weights(layout.embed, "forward"))
         if self.training:
-            writes += [f"gpu/hidden_grad/{m}", layout.accumulator(stage)]
+            self.hidden[m] = self.slots.take()
+            writes += [self.hidden[m], layout.accumulator(stage)]
             writes += ["gpu/accumulator/shared"] if layout.tied else []
-            self._buffer(f"gpu/hidden_grad/{m}", layout.hidden_bytes, op_id, f"backward/embed/{m}")
         self._emit(
             op_id, "loss", "compute", stage=stage.id, phase="backward" if self.training else "forward", micro_batch=m,
             cost=("variant", stage.structure, variant.name, phase),
             working_bytes=variant.working_backward_bytes if self.training else variant.working_forward_bytes,
             reads=tuple(reads), writes=tuple(writes),
         )  # fmt: skip
+        self.slots.give(source)
 
     # ---- backward
 
@@ -246,9 +266,11 @@ class _Lowering:
 
     def _backward(self, stage: Stage, m: int) -> None:
         layout, variant, choice = self.layout, self.layout.variants[stage.id], self.layout.choice(stage)
-        reads = [self.uploads.weights(stage, "backward")]
+        output_grad, input_grad = self.hidden[m], self.slots.take()
+        reads = [output_grad, self.uploads.weights(stage, "backward")]
         if choice.input_tier == "gpu":
-            reads.append(f"gpu/input/{stage.id}/{m}")
+            reads.append(self.inputs[stage.id, m])
+            self.slots.give(self.inputs.pop((stage.id, m)))
         if layout.kept_bytes(stage):
             reads.append(f"gpu/saved/{stage.id}/{m}")
         fetched = layout.offloaded_bytes(stage) > 0
@@ -258,8 +280,10 @@ class _Lowering:
             f"backward/{stage.id}/{m}", "backward", "compute", stage=stage.id, phase="backward", micro_batch=m,
             cost=("variant", stage.structure, variant.name, "backward"), num_bytes=layout.adding_bytes(stage, m),
             working_bytes=variant.working_backward_bytes,
-            reads=tuple(reads), writes=(f"gpu/hidden_grad/{m}", self._gradient_target(stage)),
+            reads=tuple(reads), writes=(input_grad, self._gradient_target(stage)),
         )  # fmt: skip
+        self.slots.give(output_grad)
+        self.hidden[m] = input_grad
 
     def _backward_embed(self) -> None:
         layout, stage = self.layout, self.layout.embed
@@ -269,8 +293,9 @@ class _Lowering:
                 f"backward/embed/{m}", "backward", "compute", stage=stage.id, phase="backward", micro_batch=m,
                 cost=("variant", stage.structure, variant.name, "backward"),
                 working_bytes=variant.working_backward_bytes,
-                reads=(f"gpu/hidden_grad/{m}", "gpu/batch"), writes=(target,),
+                reads=(self.hidden[m], "gpu/batch"), writes=(target,),
             )  # fmt: skip
+            self.slots.give(self.hidden.pop(m))
         if layout.tied:
             self._emit(
                 "accumulate/embed", "accumulate", "compute", stage=stage.id, cost=("link", "gpu"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from lazysched.hidden_slots import num_hidden_slots
 from lazysched.layout import MASTER_BYTES, SCALE_ELEMENTS, TOTAL_ELEMENTS, Layout
 from lazysched.schemas import Stage
 
@@ -19,10 +20,13 @@ def static_buffer_sizes(layout: Layout, training: bool) -> dict[str, int]:
     sizes |= _slots("gpu/weights", layout.num_slots, slot_bytes)
     if layout.shared_vocabulary_slot:
         sizes["gpu/weights/vocabulary"] = max(layout.embed.weight_bytes, layout.head.weight_bytes)
+    sizes |= _slots("gpu/hidden", num_hidden_slots(layout, training), layout.hidden_bytes)
     if training:
         sizes |= _gradients(layout)
-        sizes |= _slots("gpu/outgoing", layout.plan.d2h_lag + 1, layout.outgoing_bytes())
-        sizes |= _slots("gpu/fetched", layout.num_slots, layout.outgoing_bytes())
+        outgoing_bytes = max(map(layout.outgoing_bytes, layout.blocks))
+        sizes |= _slots("gpu/outgoing", layout.plan.d2h_lag + 1, outgoing_bytes)
+        fetched_bytes = max(map(layout.offloaded_bytes, layout.blocks))
+        sizes |= _slots("gpu/fetched", layout.num_slots, fetched_bytes)
     return sizes
 
 

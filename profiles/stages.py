@@ -37,8 +37,8 @@ class Pass:
 
     Attributes:
         forward: returns what the backward needs.
-        backward: takes that; its result lives on, as the gradient of the stage's input does.
-        kept_bytes: of what the forward leaves behind: its output and what it saved.
+        backward: takes that.
+        kept_bytes: of what the forward leaves behind.
     """
 
     forward: Callable[[], Any]
@@ -131,7 +131,7 @@ class _Measuring:
             grads = ends.embed_backward(kept[1], output_grad)
             add_gradients(self._views(accumulator, stage), grads, first=False)
 
-        return hidden.shape, Pass(forward, backward, lambda kept: kept[0].nbytes)
+        return hidden.shape, Pass(forward, backward, lambda _: 0)
 
     def _block_variants(self, stage: Stage, hidden_shape: torch.Size) -> list[SaveVariant]:
         """All variants of a structure, compiled ones where that is wanted and works."""
@@ -166,19 +166,20 @@ class _Measuring:
         weights = random_weights(stage, self.model.dtype, self.device)
         hidden = random_normal(hidden_shape, self.model.dtype, self.device)
         output_grad = random_normal(hidden_shape, self.model.dtype, self.device, OUTPUT_GRAD_SCALE)
+        output, input_grad = torch.empty_like(hidden), torch.empty_like(hidden)
 
-        def forward() -> tuple[torch.Tensor, Saved]:
+        def forward() -> Saved:
             template.bind(weights, stage)
-            return form.forward(hidden, arguments)
+            return form.forward(hidden, arguments, output)
 
-        def backward(kept: tuple[torch.Tensor, Saved]) -> torch.Tensor:
+        def backward(kept: Saved) -> None:
             template.bind(weights, stage)
-            return form.backward(kept[1], arguments, output_grad)[0]
+            form.backward(kept, arguments, output_grad, input_grad)
 
         saved = {"input": aligned(hidden.nbytes)}
         if wanted.keep:
-            saved["intermediates"] = forward()[1].kept.intermediate_bytes
-        block_pass = Pass(forward, backward, lambda kept: kept[0].nbytes + sum(kept[1].kept.sizes))
+            saved["intermediates"] = forward().kept.intermediate_bytes
+        block_pass = Pass(forward, backward, lambda kept: sum(kept.kept.sizes))
         variant = self._variant(wanted.name, saved, block_pass, wanted.budget)
         if self.device.type == "cuda":
             self._note_fragmentation(form, arguments, hidden, output_grad)
@@ -191,15 +192,12 @@ class _Measuring:
         self._begin_run()
         torch.cuda.reset_peak_memory_stats(self.device)
         try:
-            states, saved = [hidden.clone() for _ in range(CHAIN_MICRO_BATCHES)], []
-            for _ in range(CHAIN_BLOCKS):
-                for m, state in enumerate(states):
-                    states[m], kept = form.forward(state, arguments)
-                    saved.append(kept)
-            states = [output_grad.clone() for _ in states]
-            while saved:
-                m = (len(saved) - 1) % len(states)
-                states[m] = form.backward(saved.pop(), arguments, states[m])[0]
+            saved, order = [], range(CHAIN_BLOCKS * CHAIN_MICRO_BATCHES)
+            slots = [torch.empty_like(hidden) for _ in range(CHAIN_MICRO_BATCHES)]
+            for m in order:
+                saved.append(form.forward(hidden, arguments, slots[m % CHAIN_MICRO_BATCHES]))
+            for m in order:
+                form.backward(saved.pop(), arguments, output_grad, slots[m % CHAIN_MICRO_BATCHES])
         except torch.OutOfMemoryError:
             self.notes["fragmentation"] = "not measured for all variants: some blocks in a row do not fit the GPU"
             return

@@ -62,28 +62,30 @@ class BlockTemplate:
 class BlockForm(Protocol):
     """A block in one save variant; its template is bound to the stage's weights whenever it runs."""
 
-    def forward(self, hidden: torch.Tensor, arguments: dict[str, Any]) -> tuple[torch.Tensor, Saved]:
-        """Run the block and keep its input and what its backward needs.
+    def forward(self, hidden: torch.Tensor, arguments: dict[str, Any], output: torch.Tensor) -> Saved:
+        """Run the block; its input, which must not change, and what else its backward needs are kept.
 
         Args:
             hidden: [rows, tokens, hidden].
             arguments: what the model passes to this block.
+            output: where its output goes, [rows, tokens, hidden].
         """
         ...
 
-    def evaluate(self, hidden: torch.Tensor, arguments: dict[str, Any]) -> torch.Tensor:
+    def evaluate(self, hidden: torch.Tensor, arguments: dict[str, Any], output: torch.Tensor) -> None:
         """Run the block, keep nothing."""
         ...
 
     def backward(
-        self, saved: Saved, arguments: dict[str, Any], output_grad: torch.Tensor
-    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Gradients of input and parameters; ``saved`` is used up.
+        self, saved: Saved, arguments: dict[str, Any], output_grad: torch.Tensor, input_grad: torch.Tensor
+    ) -> list[torch.Tensor]:
+        """Gradients of the parameters; ``saved`` is used up.
 
         Args:
             saved: of this micro-batch's forward, all of it back on the device.
             arguments: as in the forward.
             output_grad: [rows, tokens, hidden].
+            input_grad: where the input's gradient goes, [rows, tokens, hidden]; not the memory of ``output_grad``.
         """
         ...
 
@@ -94,27 +96,29 @@ class EagerForm:
     def __init__(self, template: BlockTemplate, keep: bool) -> None:
         self._template, self._keep = template, keep
 
-    def forward(self, hidden: torch.Tensor, arguments: dict[str, Any]) -> tuple[torch.Tensor, Saved]:
+    def forward(self, hidden: torch.Tensor, arguments: dict[str, Any], output: torch.Tensor) -> Saved:
         """Run the block under autograd, or without it where the backward will run it again."""
         template = self._template
         if not self._keep:
-            return self.evaluate(hidden, arguments), Saved(Kept(hidden), hidden.shape)
+            self.evaluate(hidden, arguments, output)
+            return Saved(Kept(hidden), hidden.shape)
         leaf = hidden.detach().requires_grad_()
         kept = Kept(hidden)
         packing = Packing(kept, template.weights, hidden, template.constants)
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(packing.pack, packing.unpack):
-            output = template.run(leaf, arguments)
-        graph = Graph(torch.autograd.graph.get_gradient_edge(output), leaf, packing)
-        return output.detach(), Saved(kept, hidden.shape, graph)
+            result = template.run(leaf, arguments)
+        graph = Graph(torch.autograd.graph.get_gradient_edge(result), leaf, packing)
+        output.copy_(result.detach())
+        return Saved(kept, hidden.shape, graph)
 
-    def evaluate(self, hidden: torch.Tensor, arguments: dict[str, Any]) -> torch.Tensor:
+    def evaluate(self, hidden: torch.Tensor, arguments: dict[str, Any], output: torch.Tensor) -> None:
         """Run the block, keep nothing."""
         with torch.no_grad():
-            return self._template.run(hidden, arguments)
+            output.copy_(self._template.run(hidden, arguments))
 
     def backward(
-        self, saved: Saved, arguments: dict[str, Any], output_grad: torch.Tensor
-    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        self, saved: Saved, arguments: dict[str, Any], output_grad: torch.Tensor, input_grad: torch.Tensor
+    ) -> list[torch.Tensor]:
         """Gradients of input and parameters, through the kept graph or one made now."""
         if isinstance(saved.graph, Graph):
             saved.graph.packing.bind(self._template.weights)
@@ -126,8 +130,9 @@ class EagerForm:
             with torch.enable_grad():
                 output = self._template.run(leaf, arguments)
         wanted = [leaf, *self._template.params]
-        grads = torch.autograd.grad([output], wanted, [output_grad], materialize_grads=True)
-        return grads[0], list(grads[1:])
+        found, *grads = torch.autograd.grad([output], wanted, [output_grad], materialize_grads=True)
+        input_grad.copy_(found)
+        return grads
 
 
 def add_gradients(targets: Sequence[torch.Tensor], grads: Sequence[torch.Tensor], first: bool) -> None:

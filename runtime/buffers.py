@@ -1,6 +1,6 @@
 """The buffers of a program as tensors: host buffers in one exactly sized arena, GPU buffers each of its own.
 
-What a step makes and drops (inputs, saved tensors, gradients of hidden states) comes from the allocator while it runs.
+Saved tensors come from the allocator while a step runs.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from lazysched.runtime.arena import HostArena
 from lazysched.schemas import Buffer, Dtype, Program
 
-_MADE_IN_STEP = {"input", "hidden_grad", "outgoing"}
+_MADE_IN_STEP = {"outgoing"}
 _FP32 = {"accumulator", "norms", "loss", "scale", "totals"}
 _BYTES = {"saved", "fetched", "state"}
 _OF_ONE_STEP = {"batch", "scale", "totals"}

@@ -20,23 +20,22 @@ class CompiledForm:
     def __init__(self, template: BlockTemplate, graph: SplitGraph) -> None:
         self._template, self._graph = template, graph
 
-    def forward(self, hidden: torch.Tensor, arguments: dict[str, Any]) -> tuple[torch.Tensor, Saved]:
+    def forward(self, hidden: torch.Tensor, arguments: dict[str, Any], output: torch.Tensor) -> Saved:
         """Run the forward half and pack what it keeps."""
         template = self._template
-        output, *tensors = self._run_forward(hidden, arguments)
+        tensors = self._run_forward(hidden, arguments, output)
         kept = Kept(hidden)
         packing = Packing(kept, template.weights, hidden, template.constants)
         graph = CompiledGraph([packing.pack(tensor) for tensor in tensors], packing)
-        return output, Saved(kept, hidden.shape, graph)
+        return Saved(kept, hidden.shape, graph)
 
-    def evaluate(self, hidden: torch.Tensor, arguments: dict[str, Any]) -> torch.Tensor:
+    def evaluate(self, hidden: torch.Tensor, arguments: dict[str, Any], output: torch.Tensor) -> None:
         """Run the forward half; what it would keep is dropped at once."""
-        output: torch.Tensor = self._run_forward(hidden, arguments)[0]
-        return output
+        self._run_forward(hidden, arguments, output)
 
     def backward(
-        self, saved: Saved, arguments: dict[str, Any], output_grad: torch.Tensor
-    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        self, saved: Saved, arguments: dict[str, Any], output_grad: torch.Tensor, input_grad: torch.Tensor
+    ) -> list[torch.Tensor]:
         """Run the backward half on what was kept and the weights as they lie now."""
         assert isinstance(saved.graph, CompiledGraph)
         packed, packing = saved.graph.packed, saved.graph.packing
@@ -46,13 +45,13 @@ class CompiledForm:
         saved.graph = None
         saved.kept.storages.clear()
         saved.kept.input = None
-        inputs.append(output_grad)
-        hidden_grad, *grads = self._graph.backward(inputs)
+        inputs += [output_grad, input_grad]
+        grads = self._graph.backward(inputs)
         found = zip(self._template.views, grads, strict=False)  # arguments have no gradient
-        return hidden_grad, [torch.zeros_like(view) if grad is None else grad for view, grad in found]
+        return [torch.zeros_like(view) if grad is None else grad for view, grad in found]
 
-    def _run_forward(self, hidden: torch.Tensor, arguments: dict[str, Any]) -> Any:
+    def _run_forward(self, hidden: torch.Tensor, arguments: dict[str, Any], output: torch.Tensor) -> Any:
         template = self._template
         leaves = tree_leaves((template.buffers, arguments))
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        return self._graph.forward([hidden, *template.views, *tensors])
+        return self._graph.forward([hidden, *template.views, *tensors, output])

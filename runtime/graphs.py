@@ -39,8 +39,9 @@ class SplitGraph:
     """Forward and backward of one block, compiled.
 
     Attributes:
-        forward: [block input, parameters, tensors among the arguments] -> [output, what is kept].
-        backward: [what is kept, output gradient] -> [input gradient, parameter gradients, None for each argument].
+        forward: [block input, parameters, tensors among the arguments, where the output goes] -> [what is kept].
+        backward: [what is kept, output gradient, where the input's gradient goes] -> [parameter gradients, None for
+            each argument].
     """
 
     forward: Runnable
@@ -95,6 +96,8 @@ class JointGraph:
                 copy.deepcopy(self._joint), None, num_fwd_outputs=1,
                 static_lifetime_input_indices=list(range(1, self._num_inputs)),
             )  # fmt: skip
+        for graph in (forward, backward):
+            _write_first_output(graph)
         return forward, backward
 
     def kept(self, budget: float) -> list[torch.Tensor]:
@@ -102,14 +105,14 @@ class JointGraph:
         forward, _ = self.split(budget)
         outputs = _outputs(forward)
         given = {_storage(tensor) for tensor in _example_inputs(forward)}
-        kept = {_storage(node.meta["val"]): node.meta["val"] for node in outputs[1:]}
+        kept = {_storage(node.meta["val"]): node.meta["val"] for node in outputs}
         return [tensor for storage, tensor in kept.items() if storage not in given]
 
     def compile(self, budget: float) -> SplitGraph:
         """Split at ``budget`` and compile both halves."""
         forward, backward = self.split(budget)
         compiled, strides = compile_graph(forward)
-        _set_strides(backward, strides[1:])
+        _set_strides(backward, strides)
         return SplitGraph(compiled, compile_graph(backward, is_backward=True)[0])
 
 
@@ -172,6 +175,23 @@ def _example_inputs(graph: fx.GraphModule) -> list[torch.Tensor]:
 def _outputs(graph: fx.GraphModule) -> Sequence[Any]:
     nodes: Any = next(node for node in graph.graph.nodes if node.op == "output").args[0]
     return nodes  # type: ignore[no-any-return]
+
+
+def _write_first_output(graph: fx.GraphModule) -> None:
+    """Write the first output to one more input, the last, instead of returning it; Inductor fuses such a copy."""
+    nodes = graph.graph
+    output = nodes.output_node()
+    result, *rest = _outputs(graph)
+    mode = detect_fake_mode(_example_inputs(graph)) or nullcontext()
+    with nodes.inserting_after([node for node in nodes.nodes if node.op == "placeholder"][-1]):
+        target = nodes.placeholder("written")
+    with mode:
+        target.meta["val"] = torch.empty_like(result.meta["val"], memory_format=torch.contiguous_format)
+    with nodes.inserting_before(output):
+        copied = nodes.call_function(torch.ops.aten.copy_.default, (target, result))
+    copied.meta["val"] = target.meta["val"]
+    output.args = (tuple(rest),)
+    graph.recompile()
 
 
 def _storage(tensor: torch.Tensor) -> int:

@@ -17,7 +17,7 @@ from lazysched.runtime.buffers import Buffers
 from lazysched.runtime.ends import Gradients
 from lazysched.runtime.flat import aligned, flat_views
 from lazysched.runtime.model import Model
-from lazysched.runtime.saved import Saved, storage_bytes
+from lazysched.runtime.saved import Saved
 from lazysched.runtime.stage_updates import AdamWSettings, StageUpdate, StepScale
 from lazysched.schemas import Op, Stage
 
@@ -67,7 +67,6 @@ class Operations:
         self._layout, self._plan = layout, layout.plan
         self._model, self._buffers, self._updates = model, buffers, updates
         self._settings, self._max_grad_norm = settings, max_grad_norm
-        self._hidden: dict[str, torch.Tensor] = {}
         self._saved: dict[tuple[str, int], Saved] = {}
         self._edges: dict[int, Any] = {}
         self._outgoing: dict[str, list[torch.Tensor]] = {}
@@ -84,7 +83,7 @@ class Operations:
 
     def forget(self) -> None:
         """Drop what an interrupted step left."""
-        for leftover in (self._hidden, self._saved, self._edges, self._outgoing):
+        for leftover in (self._saved, self._edges, self._outgoing):
             leftover.clear()
 
     # ---- helpers
@@ -95,6 +94,10 @@ class Operations:
 
     def _views(self, buffer_id: str, stage: Stage) -> list[torch.Tensor]:
         return list(flat_views(self._buffers[buffer_id], stage, self._layout.element_bytes).values())
+
+    def _hidden(self, buffers: tuple[str, ...]) -> torch.Tensor:
+        """The first hidden state, or gradient of one, among ``buffers``: [rows, tokens, hidden]."""
+        return self._buffers[_only(buffers, "gpu/hidden/")].view(self._model.calls.hidden_shape)
 
     def _rows(self, index: int, micro_batch: int) -> torch.Tensor:
         """Token ids (0) or targets (1) of a micro-batch, [rows, tokens]."""
@@ -116,16 +119,19 @@ class Operations:
             context.scale.copy_(self._buffers[source], non_blocking=True)
         elif target == "host/totals":
             context.totals.copy_(self._buffers[source], non_blocking=True)
-        elif source.startswith("gpu/outgoing/"):
-            self._send(source, self._buffers[target])
+        elif target.startswith("host/saved/"):
+            self._send(op.reads, self._buffers[target])
         else:
             count = op.num_bytes // self._buffers[source].element_size()
             self._buffers[target][:count].copy_(self._buffers[source][:count], non_blocking=True)
 
-    def _send(self, slot: str, target: torch.Tensor) -> None:
-        """Copy what leaves to the host, each storage at an aligned place."""
-        offset = 0
-        for part in self._outgoing[slot]:
+    def _send(self, sources: tuple[str, ...], target: torch.Tensor) -> None:
+        """Copy what leaves to the host, an input and then each storage, at aligned places."""
+        parts, offset = [], 0
+        for source in sources:
+            slot = source.startswith("gpu/hidden/")
+            parts += [self._buffers[source].view(torch.uint8)] if slot else self._outgoing[source]
+        for part in parts:
             target[offset : offset + part.numel()].copy_(part, non_blocking=True)
             offset += aligned(part.numel())
 
@@ -137,29 +143,24 @@ class Operations:
         if not stage.is_block:
             self._model.ends.bind_embed(self._buffers[_only(op.reads, "gpu/weights/")], stage)
             hidden, self._edges[m] = self._model.ends.embed(self._model.calls, self._rows(0, m))
-            self._hidden[op.writes[0]] = hidden
+            self._hidden(op.writes).copy_(hidden)
             return
-        form, source = self._bound_form(op, stage), _only(op.reads, "gpu/input/")
-        arguments = self._model.arguments(stage)
+        form, arguments = self._bound_form(op, stage), self._model.arguments(stage)
+        hidden, output = self._hidden(op.reads), self._hidden(op.writes)
         if context.training:
-            self._hidden[op.writes[0]], saved = form.forward(self._hidden.pop(source), arguments)
-            self._keep(op, stage, m, saved)
+            self._keep(op, stage, m, form.forward(hidden, arguments, output))
         else:
-            self._hidden[op.writes[0]] = form.evaluate(self._hidden.pop(source), arguments)
+            form.evaluate(hidden, arguments, output)
 
     def _keep(self, op: Op, stage: Stage, m: int, saved: Saved) -> None:
         """Keep what the forward saved, and let go what the plan sends to the host."""
         self._check_saved(stage, saved)
-        choice, leaving = self._plan.stages[stage.id], []
-        assert saved.kept.input is not None
+        choice = self._plan.stages[stage.id]
         if choice.input_tier == "host":
-            leaving.append(storage_bytes(saved.kept.input))
             saved.drop_input()
         if "host" in choice.saved_tiers.values():
-            leaving += saved.kept.storages
+            self._outgoing[_only(op.writes, "gpu/outgoing/")] = saved.kept.storages
             saved.kept.storages = []
-        if leaving:
-            self._outgoing[_only(op.writes, "gpu/outgoing/")] = leaving
         self._saved[stage.id, m] = saved
 
     def _check_saved(self, stage: Stage, saved: Saved) -> None:
@@ -182,12 +183,10 @@ class Operations:
         ends.bind_head(self._buffers[own], stage)
         if shared:
             ends.bind_shared(self._buffers[shared[0]], self._layout.embed)
-        hidden = self._hidden.pop(f"gpu/input/head/{m}")
-        arguments = (hidden, self._rows(1, m), context.loss_scale, self._plan.loss_chunk_tokens)
+        arguments = (self._hidden(op.reads), self._rows(1, m), context.loss_scale, self._plan.loss_chunk_tokens)
         if context.training:
-            loss, self._hidden[f"gpu/hidden_grad/{m}"] = ends.loss_and_gradient(
-                *arguments, self._head_sums(op, stage, m)
-            )
+            loss, hidden_grad = ends.loss_and_gradient(*arguments, self._head_sums(op, stage, m))
+            self._hidden(op.writes).copy_(hidden_grad)
         else:
             loss = ends.loss(*arguments)
         total = self._buffers["gpu/loss"]
@@ -204,12 +203,11 @@ class Operations:
     def _backward(self, op: Op, context: StepContext) -> None:
         stage, m = self._stage(op), op.micro_batch
         assert m is not None
-        grad_id = f"gpu/hidden_grad/{m}"
-        output_grad = self._hidden.pop(grad_id)
+        output_grad = self._hidden(op.reads)
         if stage.is_block:
             saved = self._restored(op, stage, m)
             form = self._bound_form(op, stage)
-            self._hidden[grad_id], grads = form.backward(saved, self._model.arguments(stage), output_grad)
+            grads = form.backward(saved, self._model.arguments(stage), output_grad, self._hidden(op.writes))
             target = op.writes[1]
         else:
             grads = self._model.ends.embed_backward(self._edges.pop(m), output_grad)

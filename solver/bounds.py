@@ -123,10 +123,10 @@ def _add_memory(problem: pulp.LpProblem, instance: Instance, counts: _Counts, bu
     )
     working_gb = max(
         min(option.working_gb for option in instance.saves[-1]),
-        instance.hidden_gb + instance.head_variant.working_backward_bytes / 1e9,
+        instance.head_variant.working_backward_bytes / 1e9,
     )
     kept = counts.save(lambda o: m * o.kept_gb)
-    constant_gb = instance.gpu_constant_gb + moving_gb + m * instance.hidden_gb + working_gb
+    constant_gb = instance.gpu_constant_gb + moving_gb + instance.in_flight_gb + working_gb
     problem += constant_gb + slots + own + vocabulary + kept <= budgets.gpu_gb
     stores = counts.state(lambda c: c.stored_gb, "resident", "streamed")
     ends = pulp.lpSum(o.host_gb * v for v, o in zip(counts.v, instance.vocabulary_options, strict=True))

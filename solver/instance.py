@@ -49,6 +49,9 @@ class SaveOption:
     forward_s: float
     backward_s: float
     kept_gb: float
+    """On the GPU until the backward, input included."""
+    kept_input_gb: float
+    """The input's part of it."""
     offloaded_gb: float
     save_s: float
     fetch_s: float
@@ -139,6 +142,11 @@ class Instance:
     def hidden_gb(self) -> float:
         """A block's input, one micro-batch."""
         return self.saves[0][0].variant.saved["input"] / GB
+
+    @cached_property
+    def in_flight_gb(self) -> float:
+        """Slots for hidden states or gradients of all micro-batches, and for one more, which is being written."""
+        return (self.candidate.accumulation + 1) * self.hidden_gb
 
     @cached_property
     def batch_gb(self) -> float:
@@ -275,18 +283,17 @@ class Instance:
     def _save_option(self, variant: SaveVariant, tier: Tier, add_s: float) -> SaveOption:
         total = sum(variant.saved.values())
         offloaded = total if tier == "host" else 0
-        # In the last micro-batch of the forward an input that was sent away still exists.
-        input_gb = variant.saved["input"] / GB if tier == "host" else 0.0
         return SaveOption(
             variant,
             tier,
             forward_s=variant.forward.seconds,
             backward_s=variant.backward.seconds + add_s,
             kept_gb=(total - offloaded) / GB,
+            kept_input_gb=variant.saved["input"] / GB if tier == "gpu" else 0.0,
             offloaded_gb=offloaded / GB,
             save_s=self.link_s("d2h", offloaded),
             fetch_s=self.link_s("h2d", offloaded),
-            working_gb=max(variant.working_forward_bytes / GB + input_gb, variant.working_backward_bytes / GB),
+            working_gb=max(variant.working_forward_bytes, variant.working_backward_bytes) / GB,
         )
 
 

@@ -2,8 +2,8 @@
 
 Legend:
     base      what exists in every window: constants, slots, resident stages
-    K[i]      tensors kept on the GPU for the backward by blocks 0..i, all micro-batches
-    slots     sizes of the shared slots: the largest stage that uses them decides
+    K[i]      tensors kept on the GPU for the backward by blocks 0..i, all micro-batches; inputs have slots
+    slots     sizes of the shared slots: the largest stage that uses them decides; hidden states have one size
     slack     budget that is missing, per tier (only when explaining infeasibility)
 """
 
@@ -50,7 +50,7 @@ def _resident(instance: Instance, decisions: Decisions) -> Expression:
 
 
 def _slots(problem: pulp.LpProblem, instance: Instance, decisions: Decisions) -> Expression:
-    """Shared slots for streamed weights, leaving gradients, leaving and returning saved tensors."""
+    """Slots for streamed weights, leaving gradients, leaving and returning saved tensors, and hidden states."""
     depth, lag = instance.candidate.prefetch_depth, instance.candidate.d2h_lag
     weights, grads = (problem.add_variable(f"slot_{kind}_gb", 0) for kind in ("weights", "grads"))
     for i in range(instance.num_blocks):
@@ -58,25 +58,25 @@ def _slots(problem: pulp.LpProblem, instance: Instance, decisions: Decisions) ->
         problem += grads >= decisions.state(i, lambda c: c.weight_gb, "resident", "streamed")
     vocabulary_grads = decisions.vocabulary(lambda option: option.grads_slot_gb)
     moving_gb = (depth + lag + 2) * instance.moving_slot_gb
-    return (depth + 1) * weights + (lag + 1) * grads + moving_gb + vocabulary_grads
+    inputs = pulp.lpSum(decisions.save(i, lambda o: o.kept_input_gb) for i in range(instance.num_blocks))
+    hidden = instance.in_flight_gb + instance.candidate.accumulation * inputs
+    return (depth + 1) * weights + (lag + 1) * grads + moving_gb + vocabulary_grads + hidden
 
 
 def _add_window_rows(
     problem: pulp.LpProblem, instance: Instance, decisions: Decisions, base: pulp.LpVariable, limit: Expression
 ) -> None:
     accumulation = instance.candidate.accumulation
-    hidden = accumulation * instance.hidden_gb  # outputs of the forward, or gradients of the backward
     kept: Expression = pulp.LpAffineExpression()
     for i in range(instance.num_blocks):
         before, kept = kept, problem.add_variable(f"K_{i}", 0)
-        problem += kept == before + accumulation * decisions.save(i, lambda o: o.kept_gb)
+        problem += kept == before + accumulation * decisions.save(i, lambda o: o.kept_gb - o.kept_input_gb)
         # Forward ends and backward begins with the same tensors alive, so one row with the larger working set does.
-        problem += base + kept + hidden + decisions.save(i, lambda o: o.working_gb) <= limit
+        problem += base + kept + decisions.save(i, lambda o: o.working_gb) <= limit
         problem += base + decisions.state(i, lambda c: c.gpu_update_working_gb, "gpu") <= limit
-    head_working = instance.head_variant.working_backward_bytes / 1e9
-    problem += base + kept + hidden + instance.hidden_gb + head_working <= limit
+    problem += base + kept + instance.head_variant.working_backward_bytes / 1e9 <= limit
     embed = instance.embed_variant
-    problem += base + hidden + max(embed.working_forward_bytes, embed.working_backward_bytes) / 1e9 <= limit
+    problem += base + max(embed.working_forward_bytes, embed.working_backward_bytes) / 1e9 <= limit
     for embed_too in (True, False):
         working = decisions.ends_on(lambda c: c.gpu_update_working_gb, gpu=True, embed=embed_too, head=not embed_too)
         problem += base + working <= limit

@@ -118,12 +118,13 @@ class WindowReplay:
         base = base + (on_gpu * stored + (batch.states == RESIDENT) * weight).sum(1)
         base = base + self.slots * (streamed * weight).max(1) + (self.lag + 1) * (~on_gpu * weight).max(1)
         base = base + (self.slots + self.lag + 1) * instance.moving_slot_gb
-        kept = np.cumsum(m * self.option_table("kept_gb", batch), axis=1)
-        hidden = m * instance.hidden_gb
-        blocks = (kept + self.option_table("working_gb", batch)).max(1) + hidden
-        head = kept[:, -1] + hidden + instance.hidden_gb + instance.head_variant.working_backward_bytes / 1e9
+        inputs = self.option_table("kept_input_gb", batch)
+        base = base + instance.in_flight_gb + m * inputs.sum(1)
+        kept = np.cumsum(m * (self.option_table("kept_gb", batch) - inputs), axis=1)
+        blocks = (kept + self.option_table("working_gb", batch)).max(1)
+        head = kept[:, -1] + instance.head_variant.working_backward_bytes / 1e9
         embed = instance.embed_variant
-        ends = hidden + max(embed.working_forward_bytes, embed.working_backward_bytes) / 1e9
+        ends = max(embed.working_forward_bytes, embed.working_backward_bytes) / 1e9
         updates = (on_gpu * self.stage_row("gpu_update_working_gb")).max(1)
         for working in self.ends("gpu_update_working_gb", batch, gpu=True):
             updates = np.maximum(updates, working)

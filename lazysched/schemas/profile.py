@@ -79,9 +79,9 @@ class SaveVariant(Schema):
     forward: Timing
     backward: Timing
     working_forward_bytes: int = Field(ge=0)
-    """Most bytes beyond input, output and what is saved while the forward runs."""
+    """Most bytes beyond input, output and what is saved while the forward runs; the embedding's output is counted."""
     working_backward_bytes: int = Field(ge=0)
-    """Most bytes beyond what was there before the backward began; input gradient included."""
+    """Most bytes beyond what was there before the backward began and the slot of the input's gradient."""
 
     @property
     def saved_bytes(self) -> int:

@@ -54,6 +54,36 @@ def conflicts(program: Program) -> list[tuple[str, str, int]]:
     return pairs
 
 
+def hidden_slots(buffers: tuple[str, ...]) -> list[str]:
+    return [buffer for buffer in buffers if buffer.startswith("gpu/hidden/")]
+
+
+@settings(max_examples=100, deadline=None)
+@given(cases(), st.booleans())
+def test_every_hidden_state_and_gradient_is_where_it_is_read(case: tuple[Plan, list[Stage]], training: bool) -> None:
+    plan, stages = case
+    position = {stage.id: index for index, stage in enumerate(stages)}
+    program = lower(plan, stages, training=training)
+    holds: dict[str, tuple[str, int, int | None]] = {}
+    for op in program.ops.values():
+        if op.stage is None or op.kind not in {"forward", "loss", "backward", "copy"}:
+            continue
+        at, m = position[op.stage], op.micro_batch
+        expected = {
+            "forward": [("state", at, m)] if at else [], "copy": [("state", at, m)], "loss": [("state", at, m)],
+            "backward": [("grad", at + 1, m), ("state", at, m)],
+        }[op.kind]  # fmt: skip
+        assert not set(hidden_slots(op.reads)) & set(hidden_slots(op.writes)), op.id
+        read = [holds[slot] for slot in hidden_slots(op.reads)]
+        assert read == expected[: len(read)], op.id
+        assert len(read) >= (op.kind != "copy") * min(len(expected), 1), op.id
+        for slot in hidden_slots(op.writes):
+            holds[slot] = ("state", at + 1, m) if op.kind == "forward" else ("grad", at, m)
+    blocks = [plan.stages[stage.id] for stage in stages[1:-1]]
+    if plan.accumulation * [block.input_tier for block in blocks].count("host") > plan.d2h_lag:
+        assert set(holds) == {buffer for buffer in program.buffers if buffer.startswith("gpu/hidden/")}
+
+
 @settings(max_examples=40, deadline=None)
 @given(cases())
 def test_every_conflict_is_ordered_by_edges_and_engine_order(case: tuple[Plan, list[Stage]]) -> None:

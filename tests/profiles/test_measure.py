@@ -110,7 +110,7 @@ def test_working_bytes_hold_what_must_be_there(tiny_profile: Profile) -> None:
     hidden_bytes = 4 * rows * SEQ_LEN * hidden
     for variant in block.values():
         assert variant.saved["input"] == aligned(hidden_bytes)
-        assert variant.working_backward_bytes >= 4 * block_params + hidden_bytes
+        assert variant.working_backward_bytes >= 4 * block_params
     # Recomputing makes the intermediates anew within the backward.
     difference = block["input"].working_backward_bytes - block["all"].working_backward_bytes
     assert difference > 0
@@ -119,7 +119,7 @@ def test_working_bytes_hold_what_must_be_there(tiny_profile: Profile) -> None:
     assert head.working_forward_bytes >= 4 * CHUNK_TOKENS * vocabulary
     assert head.working_backward_bytes >= 4 * vocabulary * hidden + hidden_bytes
     assert embed.working_backward_bytes == 4 * vocabulary * hidden
-    assert embed.working_forward_bytes == 0
+    assert embed.working_forward_bytes == hidden_bytes
 
 
 def test_links_rates_and_memory(tiny_profile: Profile) -> None:

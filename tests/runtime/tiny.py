@@ -38,7 +38,7 @@ def variants_of(model: Model, micro_batch: int, seq_len: int) -> dict[str, SaveV
         hidden = torch.randn(micro_batch, seq_len, hidden_size, dtype=model.dtype, device=model.device)
         template = model.templates[stage.structure]
         template.bind(weights, stage)
-        _, saved = EagerForm(template, keep=True).forward(hidden, model.arguments(stage))
+        saved = EagerForm(template, keep=True).forward(hidden, model.arguments(stage), torch.empty_like(hidden))
         input_bytes = aligned(hidden.numel() * hidden.element_size())
         variants |= variants_for(stage.structure, input_bytes, saved.kept.intermediate_bytes)
     return variants
