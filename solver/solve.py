@@ -37,6 +37,8 @@ NUM_RELAXED, NUM_DESCENTS = 10, 3
 """Combinations that are relaxed, and of these improved, at most, before the proof begins."""
 NUM_FINALISTS = 4
 """Plans that are simulated at most."""
+PROCESS_BYTES = 4 * 10**9
+"""What the process itself takes of the host beside a plan's buffers: driver, libraries, compiler, data."""
 MAX_ROUNDS = 60
 SIMULATED_STEPS = 4
 MAX_TIGHTENINGS = 3
@@ -97,7 +99,7 @@ def solve(
         profile: measurements of model and machine.
         batch_size: rows of one step; micro-batches of the profile that divide it are considered.
         gpu_memory_bytes: budget, driver context included; None: what was free while measuring.
-        host_memory_bytes: likewise for the host.
+        host_memory_bytes: likewise for the host; None, beside a GPU: without what the process itself takes.
         nvme_bytes: must be 0 for now.
         max_grad_norm: global gradient norm to clip to; None gives clipping up.
         check_finite: skip steps whose gradient is not finite; False, which needs no clipping, lets updates start during
@@ -156,6 +158,8 @@ def _budget(profile: Profile, tier: Tier, given: int | None) -> int:
     budget = profile.free_bytes.get(tier) if given is None else given
     if budget is None:
         raise UsageError(f"profile: free_bytes.{tier}: null; give --{tier}-memory")
+    if given is None and tier == "host" and profile.device == "cuda":
+        budget = max(budget - PROCESS_BYTES, budget // 2)
     if budget <= 0:
         raise UsageError(f"{tier}_memory: {budget} bytes is no budget; use a positive size")
     return budget
