@@ -153,8 +153,9 @@ class _Measuring:
             for v in (reference[0], reference[-1])[: len(reference)]
         ]
         ends, name = (extremes[0], extremes[-1]), f"micro-batch {self.reference.micro_batch}" if self.reference else ""
+        grad_bytes = sum(grad.nbytes for grad in self.model.returned(stage, reference[-1].budget or 0.0))
         between = [
-            interpolated(v, reference, ends, kept_bytes(kept(v.budget or 0.0)), stage.weight_bytes, name)
+            interpolated(v, reference, ends, kept_bytes(kept(v.budget or 0.0)), grad_bytes, name)
             for v in reference[1:-1]
         ]
         return [extremes[0], *between, *extremes[1:]]
@@ -167,13 +168,15 @@ class _Measuring:
         hidden = random_normal(hidden_shape, self.model.dtype, self.device)
         output_grad = random_normal(hidden_shape, self.model.dtype, self.device, OUTPUT_GRAD_SCALE)
 
+        targets = self._views(torch.empty_like(weights), stage)  # where gradients go without accumulation
+
         def forward() -> tuple[torch.Tensor, Saved]:
             template.bind(weights, stage)
             return form.forward(hidden, arguments)
 
         def backward(kept: tuple[torch.Tensor, Saved]) -> torch.Tensor:
             template.bind(weights, stage)
-            return form.backward(kept[1], arguments, output_grad)[0]
+            return form.backward(kept[1], arguments, output_grad, targets, first=True)
 
         saved = {"input": aligned(hidden.nbytes)}
         if wanted.keep:
@@ -181,12 +184,13 @@ class _Measuring:
         block_pass = Pass(forward, backward, lambda kept: kept[0].nbytes + sum(kept[1].kept.sizes))
         variant = self._variant(wanted.name, saved, block_pass, wanted.budget)
         if self.device.type == "cuda":
-            self._note_fragmentation(form, arguments, hidden, output_grad)
+            self._note_fragmentation(form, arguments, hidden, output_grad, targets)
         return variant
 
     def _note_fragmentation(
-        self, form: BlockForm, arguments: dict[str, Any], hidden: torch.Tensor, output_grad: torch.Tensor
-    ) -> None:
+        self, form: BlockForm, arguments: dict[str, Any], hidden: torch.Tensor, output_grad: torch.Tensor,
+        targets: list[torch.Tensor],
+    ) -> None:  # fmt: skip
         """Run some blocks layer by layer, as a step does, and see what the allocator holds beyond what it gave out."""
         self._begin_run()
         torch.cuda.reset_peak_memory_stats(self.device)
@@ -199,7 +203,7 @@ class _Measuring:
             states = [output_grad.clone() for _ in states]
             while saved:
                 m = (len(saved) - 1) % len(states)
-                states[m] = form.backward(saved.pop(), arguments, states[m])[0]
+                states[m] = form.backward(saved.pop(), arguments, states[m], targets, first=True)
         except torch.OutOfMemoryError:
             self.notes["fragmentation"] = "not measured for all variants: some blocks in a row do not fit the GPU"
             return

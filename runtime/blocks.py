@@ -76,14 +76,19 @@ class BlockForm(Protocol):
         ...
 
     def backward(
-        self, saved: Saved, arguments: dict[str, Any], output_grad: torch.Tensor
-    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Gradients of input and parameters; ``saved`` is used up.
+        self, saved: Saved, arguments: dict[str, Any], output_grad: torch.Tensor, targets: Sequence[torch.Tensor],
+        *, first: bool,
+    ) -> torch.Tensor:  # fmt: skip
+        """Gradient of the input, [rows, tokens, hidden]; those of the parameters go to ``targets``.
+
+        ``saved`` is used up.
 
         Args:
             saved: of this micro-batch's forward, all of it back on the device.
             arguments: as in the forward.
             output_grad: [rows, tokens, hidden].
+            targets: where the parameters' gradients are summed, one of each shape, of the computing dtype or fp32.
+            first: whether there is nothing in ``targets`` yet, whatever they hold.
         """
         ...
 
@@ -113,8 +118,9 @@ class EagerForm:
             return self._template.run(hidden, arguments)
 
     def backward(
-        self, saved: Saved, arguments: dict[str, Any], output_grad: torch.Tensor
-    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        self, saved: Saved, arguments: dict[str, Any], output_grad: torch.Tensor, targets: Sequence[torch.Tensor],
+        *, first: bool,
+    ) -> torch.Tensor:  # fmt: skip
         """Gradients of input and parameters, through the kept graph or one made now."""
         if isinstance(saved.graph, Graph):
             saved.graph.packing.bind(self._template.weights)
@@ -127,7 +133,8 @@ class EagerForm:
                 output = self._template.run(leaf, arguments)
         wanted = [leaf, *self._template.params]
         grads = torch.autograd.grad([output], wanted, [output_grad], materialize_grads=True)
-        return grads[0], list(grads[1:])
+        add_gradients(targets, grads[1:], first)
+        return grads[0]
 
 
 def add_gradients(targets: Sequence[torch.Tensor], grads: Sequence[torch.Tensor], first: bool) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._pytree import tree_leaves
 
-from lazysched.runtime.blocks import BlockTemplate
+from lazysched.runtime.blocks import BlockTemplate, add_gradients
 from lazysched.runtime.saved import CompiledGraph, Kept, Packing, Saved
+from lazysched.runtime.straight import FIRST, LATER
 
 if TYPE_CHECKING:
     from lazysched.runtime.graphs import SplitGraph
@@ -35,8 +37,9 @@ class CompiledForm:
         return output
 
     def backward(
-        self, saved: Saved, arguments: dict[str, Any], output_grad: torch.Tensor
-    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        self, saved: Saved, arguments: dict[str, Any], output_grad: torch.Tensor, targets: Sequence[torch.Tensor],
+        *, first: bool,
+    ) -> torch.Tensor:  # fmt: skip
         """Run the backward half on what was kept and the weights as they lie now."""
         assert isinstance(saved.graph, CompiledGraph)
         packed, packing = saved.graph.packed, saved.graph.packing
@@ -47,9 +50,14 @@ class CompiledForm:
         saved.kept.storages.clear()
         saved.kept.input = None
         inputs.append(output_grad)
+        straight = self._graph.straight
+        if straight:
+            inputs += [*(targets[index] for index in straight), FIRST if first else LATER]
         hidden_grad, *grads = self._graph.backward(inputs)
-        found = zip(self._template.views, grads, strict=False)  # arguments have no gradient
-        return hidden_grad, [torch.zeros_like(view) if grad is None else grad for view, grad in found]
+        rest = [index for index in range(len(targets)) if index not in straight]
+        returned = [torch.zeros_like(targets[i]) if grads[i] is None else grads[i] for i in rest]
+        add_gradients([targets[index] for index in rest], returned, first)
+        return hidden_grad  # type: ignore[no-any-return]
 
     def _run_forward(self, hidden: torch.Tensor, arguments: dict[str, Any]) -> Any:
         template = self._template

@@ -30,6 +30,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.graph import CodeGen
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from lazysched.runtime.straight import put_straight
+
 Runnable = Callable[[list[Any]], Sequence[Any]]
 """A compiled graph: takes its inputs as a list, which it empties, and returns its outputs."""
 
@@ -40,11 +42,15 @@ class SplitGraph:
 
     Attributes:
         forward: [block input, parameters, tensors among the arguments] -> [output, what is kept].
-        backward: [what is kept, output gradient] -> [input gradient, parameter gradients, None for each argument].
+        backward: [what is kept, output gradient, a target for each of ``straight``, ``first`` if there are any] ->
+            [input gradient, parameter gradients, None for each argument].
+        straight: parameters, by number, whose gradients the backward puts into targets and returns as None
+            (``lazysched.runtime.straight``).
     """
 
     forward: Runnable
     backward: Runnable
+    straight: tuple[int, ...]
 
 
 class JointGraph:
@@ -86,31 +92,40 @@ class JointGraph:
             wanted = [torch.empty(shape, dtype=dtype, device=device, requires_grad=True) for shape in shapes]
         inputs = (*wanted, *(mode.from_tensor(tensor) for tensor in tensors))
         self._joint = _joint_graph(run, inputs)
-        self._num_inputs = len(inputs)
+        self._num_inputs, self._num_params = len(inputs), len(names)
 
-    def split(self, budget: float) -> tuple[fx.GraphModule, fx.GraphModule]:
-        """Forward and backward when about ``budget`` of the bytes that could be kept are kept; 0 keeps the input."""
+    def split(self, budget: float) -> tuple[fx.GraphModule, fx.GraphModule, tuple[int, ...]]:
+        """Forward and backward when about ``budget`` of the bytes that could be kept are kept; 0 keeps the input.
+
+        Also which parameters' gradients the backward puts straight into targets.
+        """
         with functorch_config.patch(activation_memory_budget=budget):
             forward, backward = min_cut_rematerialization_partition(
                 copy.deepcopy(self._joint), None, num_fwd_outputs=1,
                 static_lifetime_input_indices=list(range(1, self._num_inputs)),
             )  # fmt: skip
-        return forward, backward
+        return forward, backward, put_straight(backward, self._num_params)
 
     def kept(self, budget: float) -> list[torch.Tensor]:
         """What the forward keeps beside its inputs when split at ``budget``: one fake tensor for each storage."""
-        forward, _ = self.split(budget)
+        forward, _, _ = self.split(budget)
         outputs = _outputs(forward)
         given = {_storage(tensor) for tensor in _example_inputs(forward)}
         kept = {_storage(node.meta["val"]): node.meta["val"] for node in outputs[1:]}
         return [tensor for storage, tensor in kept.items() if storage not in given]
 
+    def returned(self, budget: float) -> list[torch.Tensor]:
+        """Parameter gradients that the backward returns, not put straight into targets: fake tensors."""
+        _, backward, _ = self.split(budget)
+        grads = _outputs(backward)[1 : 1 + self._num_params]
+        return [node.meta["val"] for node in grads if node is not None]
+
     def compile(self, budget: float) -> SplitGraph:
         """Split at ``budget`` and compile both halves."""
-        forward, backward = self.split(budget)
+        forward, backward, straight = self.split(budget)
         compiled, strides = compile_graph(forward)
         _set_strides(backward, strides[1:])
-        return SplitGraph(compiled, compile_graph(backward, is_backward=True)[0])
+        return SplitGraph(compiled, compile_graph(backward, is_backward=True)[0], straight)
 
 
 def compile_joint(function: Callable[..., tuple[torch.Tensor]], inputs: Sequence[torch.Tensor]) -> Runnable:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from lazysched.runtime.blocks import BlockTemplate, EagerForm
+from lazysched.runtime.flat import flat_views
 from lazysched.runtime.model import Model
 from lazysched.schemas import Stage
 from tests.runtime.tiny import CPU, SEQ_LEN, llama
@@ -33,15 +34,18 @@ def test_the_backward_of_a_kept_graph_reads_the_weights_where_they_are_then(mode
     arguments, output_grad = model.arguments(stage), torch.ones_like(hidden)
     template.bind(weights, stage)
     _, recomputed = EagerForm(template, keep=False).forward(hidden, arguments)
-    expected = EagerForm(template, keep=False).backward(recomputed, arguments, output_grad)
+    expected = torch.full_like(weights, float("nan"))
+    targets = list(flat_views(expected, stage, 4).values())
+    expected_grad = EagerForm(template, keep=False).backward(recomputed, arguments, output_grad, targets, first=True)
     slot = weights.clone()
     template.bind(slot, stage)
     _, saved = form.forward(hidden, arguments)
     slot.fill_(float("nan"))  # another block's weights came in
     template.bind(weights.clone(), stage)
-    hidden_grad, grads = form.backward(saved, arguments, output_grad)
-    assert torch.equal(hidden_grad, expected[0])
-    assert all(torch.equal(ours, theirs) for ours, theirs in zip(grads, expected[1], strict=True))
+    found = [torch.full_like(view, float("nan")) for view in targets]
+    hidden_grad = form.backward(saved, arguments, output_grad, found, first=True)
+    assert torch.equal(hidden_grad, expected_grad)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, targets, strict=True))
 
 
 def test_a_dropped_input_takes_its_memory_with_it(model: Model) -> None:
@@ -55,7 +59,8 @@ def test_a_dropped_input_takes_its_memory_with_it(model: Model) -> None:
     del hidden
     assert storage() is None
     saved.kept.input = again
-    hidden_grad, _ = form.backward(saved, model.arguments(stage), torch.ones_like(again))
+    targets = [torch.empty_like(view) for view in template.views]
+    hidden_grad = form.backward(saved, model.arguments(stage), torch.ones_like(again), targets, first=True)
     assert hidden_grad.shape == again.shape
 
 
