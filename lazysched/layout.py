@@ -137,7 +137,8 @@ def adding_bytes(elements: int, element_bytes: int, micro_batch: int, accumulati
 
     That time holds one write of each gradient in the computing dtype, as without accumulation. With it the first
     backward writes fp32 and every later one reads and writes fp32. That is as much for products that are summed where
-    they belong as for gradients that are added from a tensor of their own, which is read in either case.
+    they belong as for gradients that are added from a tensor of their own, which is read in either case. Where products
+    are made apart (``runtime.straight.sums_in_place``), writing and reading them is not counted.
     """
     if accumulation == 1:
         return 0

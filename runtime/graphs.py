@@ -30,7 +30,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.graph import CodeGen
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from lazysched.runtime.straight import put_straight
+from lazysched.runtime.straight import put_straight, sums_in_place
 
 Runnable = Callable[[list[Any]], Sequence[Any]]
 """A compiled graph: takes its inputs as a list, which it empties, and returns its outputs."""
@@ -92,7 +92,7 @@ class JointGraph:
             wanted = [torch.empty(shape, dtype=dtype, device=device, requires_grad=True) for shape in shapes]
         inputs = (*wanted, *(mode.from_tensor(tensor) for tensor in tensors))
         self._joint = _joint_graph(run, inputs)
-        self._num_inputs, self._num_params = len(inputs), len(names)
+        self._num_inputs, self._num_params, self._device = len(inputs), len(names), device
 
     def split(self, budget: float) -> tuple[fx.GraphModule, fx.GraphModule, tuple[int, ...]]:
         """Forward and backward when about ``budget`` of the bytes that could be kept are kept; 0 keeps the input.
@@ -123,6 +123,7 @@ class JointGraph:
     def compile(self, budget: float) -> SplitGraph:
         """Split at ``budget`` and compile both halves."""
         forward, backward, straight = self.split(budget)
+        sums_in_place(self._device)  # tried out now, not within a step
         compiled, strides = compile_graph(forward)
         _set_strides(backward, strides[1:])
         return SplitGraph(compiled, compile_graph(backward, is_backward=True)[0], straight)

@@ -7,6 +7,7 @@ matters to the operator alone: one graph serves the only, the first and every la
 
 from __future__ import annotations
 
+import warnings
 from functools import cache
 from typing import Any
 
@@ -26,8 +27,7 @@ _LIBRARY.define(
 def mm_into(target: torch.Tensor, left: torch.Tensor, right: torch.Tensor, first: torch.Tensor) -> None:
     """``target = left @ right`` or ``target += left @ right``.
 
-    Where the device cannot sum bf16 products in fp32, and for fp32 operands, whose sums are to have the bits of a
-    product that is added afterwards, the product is made apart.
+    On a device that does not sum in place the product is made apart, rounded to the operands' dtype, and added.
 
     Args:
         target: [rows, columns], contiguous, of the operands' dtype or fp32.
@@ -38,11 +38,15 @@ def mm_into(target: torch.Tensor, left: torch.Tensor, right: torch.Tensor, first
     fresh = bool(first)
     if fresh and target.dtype == left.dtype:
         torch.mm(left, right, out=target)
-    elif target.dtype != left.dtype and sums_in_place(target.device):
-        _write_wide(target, left, right) if fresh else _add_wide(target, left, right)
-    else:
+    elif not sums_in_place(target.device):
         product = torch.mm(left, right)
         target.copy_(product) if fresh else target.add_(product)
+    elif target.dtype == left.dtype:
+        target.addmm_(left, right)
+    elif fresh:
+        _write_wide(target, left, right)
+    else:
+        _add_wide(target, left, right)
 
 
 _LIBRARY.impl("mm_into", mm_into, "CompositeExplicitAutograd")
@@ -51,12 +55,25 @@ torch.library.register_fake("lazysched::mm_into", lambda target, left, right, fi
 
 @cache
 def sums_in_place(device: torch.device) -> bool:
-    """Whether ``device`` sums bf16 products in fp32 where they belong, unrounded; tried out once.
+    """Whether ``device`` adds products where they are summed, those of bf16 matrices in fp32 and unrounded.
 
-    Elsewhere each product is rounded to bf16, then added.
+    Tried out once on a GPU; one that cannot draws a warning. A CPU does not: there sums keep the bits that uncompiled
+    blocks give.
     """
     if device.type != "cuda":
         return False
+    if _sums_bf16_in_fp32(device):
+        return True
+    warnings.warn(
+        "lazysched: this build of torch cannot add bf16 matrix products to fp32 sums, so every product is rounded to "
+        "bf16 and added afterwards: with accumulation the backward is slower than planned. Use torch 2.8 or later.",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+    return False
+
+
+def _sums_bf16_in_fp32(device: torch.device) -> bool:
     small = 2.0**-10  # beside 16 it is lost in bf16
     total = torch.full((16, 16), small, device=device)
     ones = torch.ones(16, 16, dtype=torch.bfloat16, device=device)
@@ -66,7 +83,7 @@ def sums_in_place(device: torch.device) -> bool:
         _write_wide(total, ones, ones)
     except torch.OutOfMemoryError:
         raise
-    except (AttributeError, RuntimeError):  # this torch, or its build for this device, has no such product
+    except (AttributeError, RuntimeError):  # there is no such product, or not for this device
         return False
     return added and bool((total == 16).all())
 

@@ -11,7 +11,7 @@ from torch import fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from transformers import PretrainedConfig, Qwen2Config
 
-from lazysched.runtime import graphs
+from lazysched.runtime import graphs, straight
 from lazysched.runtime.flat import flat_views
 from lazysched.runtime.graphs import JointGraph
 from lazysched.runtime.model import Model
@@ -42,8 +42,9 @@ def test_matrices_go_straight_and_the_rest_is_returned(config: PretrainedConfig,
     model, stage = block_of(config, dtype)
     joint = model.joint_graph(stage)
     for budget in (1.0, 0.0):
-        _, _, straight = joint.split(budget)
-        assert straight == tuple(index for index, shape in enumerate(stage.params.values()) if len(shape) == 2)
+        assert joint.split(budget)[2] == tuple(
+            index for index, shape in enumerate(stage.params.values()) if len(shape) == 2
+        )
         returned = [tuple(grad.shape) for grad in joint.returned(budget)]
         assert returned == [shape for shape in stage.params.values() if len(shape) != 2]
 
@@ -76,10 +77,10 @@ def test_straight_and_returned_gradients_have_the_same_bits(
     dtype: Dtype, sum_dtype: torch.dtype, budget: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(graphs, "compile_graph", graphs.interpret_graph)
-    straight = sums(dtype, sum_dtype, budget)
+    written = sums(dtype, sum_dtype, budget)
     monkeypatch.setattr(graphs, "put_straight", lambda backward, num_params: ())
     returned = sums(dtype, sum_dtype, budget)
-    assert all(torch.equal(ours, theirs) for ours, theirs in zip(straight, returned, strict=True))
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(written, returned, strict=True))
 
 
 class Mlp(nn.Module):
@@ -160,6 +161,14 @@ def test_compiled_for_real() -> None:
                 torch.testing.assert_close(
                     ours.float(), factor * theirs.float(), rtol=0, atol=4 * 2.0**-8 * factor * float(theirs.abs().max())
                 )
+
+
+def test_a_gpu_that_cannot_sum_in_place_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not sums_in_place(CPU)
+    assert not straight._sums_bf16_in_fp32(CPU)  # these kernels exist on GPUs only: trying them is no error
+    monkeypatch.setattr(straight, "_sums_bf16_in_fp32", lambda device: False)
+    with pytest.warns(RuntimeWarning, match="cannot add bf16 matrix products to fp32 sums"):
+        assert not sums_in_place.__wrapped__(torch.device("cuda"))
 
 
 @pytest.mark.gpu
