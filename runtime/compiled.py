@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from lazysched.runtime.blocks import BlockTemplate, add_gradients
+from lazysched.runtime.blocks import BlockTemplate
 from lazysched.runtime.saved import CompiledGraph, Kept, Packing, Saved
-from lazysched.runtime.straight import FIRST, LATER
+from lazysched.runtime.straight import run_straight
 
 if TYPE_CHECKING:
     from lazysched.runtime.graphs import SplitGraph
@@ -50,14 +50,8 @@ class CompiledForm:
         saved.kept.storages.clear()
         saved.kept.input = None
         inputs.append(output_grad)
-        straight = self._graph.straight
-        if straight:
-            inputs += [*(targets[index] for index in straight), FIRST if first else LATER]
-        hidden_grad, *grads = self._graph.backward(inputs)
-        rest = [index for index in range(len(targets)) if index not in straight]
-        returned = [torch.zeros_like(targets[i]) if grads[i] is None else grads[i] for i in rest]
-        add_gradients([targets[index] for index in rest], returned, first)
-        return hidden_grad  # type: ignore[no-any-return]
+        results = run_straight(self._graph.backward, inputs, self._graph.straight, targets, first=first)
+        return results[0]  # type: ignore[no-any-return]
 
     def _run_forward(self, hidden: torch.Tensor, arguments: dict[str, Any]) -> Any:
         template = self._template

@@ -129,20 +129,25 @@ class JointGraph:
         return SplitGraph(compiled, compile_graph(backward, is_backward=True)[0], straight)
 
 
-def compile_joint(function: Callable[..., tuple[torch.Tensor]], inputs: Sequence[torch.Tensor]) -> Runnable:
+def compile_joint(
+    function: Callable[..., tuple[torch.Tensor]], inputs: Sequence[torch.Tensor], num_params: int
+) -> tuple[Runnable, tuple[int, ...]]:
     """``function`` and the gradient of its one output in a single graph.
 
     Args:
         function: of ``inputs``, returning one tensor in a tuple.
-        inputs: fake tensors; those that require a gradient get one.
+        inputs: fake tensors, the parameters from the second on; those that require a gradient get one.
+        num_params: of the parameters.
 
     Returns:
-        [inputs, gradient of the output] -> [output, gradient of each input or None].
+        [inputs, gradient of the output, a target for each parameter that goes straight, ``first`` if there are any] ->
+        [output, gradient of each input or None]; and which parameters go straight.
     """
     joint = _joint_graph(function, tuple(inputs))
     joint.graph.set_codegen(CodeGen())  # traced, it takes and returns nested tuples
     joint.recompile()
-    return compile_graph(joint)[0]
+    straight = put_straight(joint, num_params, skip=2)
+    return compile_graph(joint)[0], straight
 
 
 def compile_graph(graph: fx.GraphModule, *, is_backward: bool = False) -> tuple[Runnable, list[Any]]:

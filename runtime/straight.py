@@ -8,11 +8,14 @@ matters to the operator alone: one graph serves the only, the first and every la
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
 import torch
 from torch import fx
+
+from lazysched.runtime.blocks import add_gradients
 
 FIRST, LATER = torch.tensor([True]), torch.tensor([False])
 """Input ``first`` of a graph; on the host, where reading it waits for nothing."""
@@ -98,15 +101,16 @@ def _add_wide(target: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> 
     torch.ops.aten.baddbmm.dtype_out(total, left[None], right[None], target.dtype, out=total)
 
 
-def put_straight(backward: fx.GraphModule, num_params: int) -> tuple[int, ...]:
+def put_straight(backward: fx.GraphModule, num_params: int, skip: int = 1) -> tuple[int, ...]:
     """Let ``backward`` put what matrix products it can where its caller says.
 
     Its inputs are followed by a target for each parameter named in the result and by ``first``, and its outputs for
     these are None. Gradients that are no plain product, or are used again, stay outputs.
 
     Args:
-        backward: returns [input gradient, parameter gradients, ...]; changed in place.
+        backward: returns ``skip`` others, the parameters' gradients, and more; changed in place.
         num_params: of the parameters.
+        skip: outputs before their gradients.
 
     Returns:
         Which parameters' gradients go straight, ascending; without any nothing changes.
@@ -114,14 +118,14 @@ def put_straight(backward: fx.GraphModule, num_params: int) -> tuple[int, ...]:
     graph = backward.graph
     output = next(node for node in graph.nodes if node.op == "output")
     results: list[Any] = list(output.args[0])
-    chains = {index: _chain_to_product(results, 1 + index) for index in range(num_params)}
+    chains = {index: _chain_to_product(results, skip + index) for index in range(num_params)}
     straight = tuple(index for index, chain in chains.items() if chain)
     if not straight:
         return ()
-    targets, first = _add_inputs(graph, [results[1 + index] for index in straight])
+    targets, first = _add_inputs(graph, [results[skip + index] for index in straight])
     for index, target in zip(straight, targets, strict=True):
         _write_product(graph, chains[index], target, first)
-        results[1 + index] = None
+        results[skip + index] = None
     output.args = (tuple(results),)
     for index in straight:
         for node in chains[index]:
@@ -129,6 +133,33 @@ def put_straight(backward: fx.GraphModule, num_params: int) -> tuple[int, ...]:
     graph.lint()
     backward.recompile()
     return straight
+
+
+def run_straight(
+    graph: Callable[[list[Any]], Sequence[Any]], inputs: list[Any], straight: tuple[int, ...],
+    targets: Sequence[torch.Tensor], *, first: bool, skip: int = 1,
+) -> Sequence[Any]:  # fmt: skip
+    """Run a graph that :func:`put_straight` changed, and put what gradients it returns into their targets too.
+
+    Args:
+        graph: compiled.
+        inputs: those that it had before; emptied.
+        straight: what was returned for it.
+        targets: one for each parameter.
+        first: whether there is nothing in ``targets`` yet.
+        skip: outputs before the gradients.
+
+    Returns:
+        These outputs.
+    """
+    if straight:
+        inputs += [*(targets[index] for index in straight), FIRST if first else LATER]
+    results = graph(inputs)
+    rest = [(target, results[skip + i]) for i, target in enumerate(targets) if i not in straight]
+    if rest:
+        grads = [torch.zeros_like(target) if grad is None else grad for target, grad in rest]
+        add_gradients([target for target, _ in rest], grads, first)
+    return results[:skip]
 
 
 def _chain_to_product(results: list[Any], index: int) -> list[fx.Node]:

@@ -12,6 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from transformers import PretrainedConfig, Qwen2Config
 
 from lazysched.runtime import graphs, straight
+from lazysched.runtime.ends import Gradients
 from lazysched.runtime.flat import flat_views
 from lazysched.runtime.graphs import JointGraph
 from lazysched.runtime.model import Model
@@ -81,6 +82,37 @@ def test_straight_and_returned_gradients_have_the_same_bits(
     monkeypatch.setattr(graphs, "put_straight", lambda backward, num_params: ())
     returned = sums(dtype, sum_dtype, budget)
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(written, returned, strict=True))
+
+
+def loss_sums(dtype: Dtype) -> list[torch.Tensor]:
+    """Loss, gradient of the hidden states and the weights' sums over chunks of 12, 12 and 8 tokens."""
+    model = Model(llama(tied=False), dtype, CPU, micro_batch=ROWS, seq_len=SEQ_LEN)
+    head, generator = model.stages[-1], torch.Generator().manual_seed(0)
+    num_elements = head.weight_bytes // model.dtype.itemsize
+    model.ends.bind_head((torch.randn(num_elements, generator=generator) * 0.2).to(model.dtype), head)
+    model.compile_loss(12)
+    hidden = torch.randn(model.calls.hidden_shape, generator=generator).to(model.dtype)
+    labels = torch.randint(97, hidden.shape[:-1], generator=generator)
+    poisoned = torch.full((num_elements,), float("nan"))
+    norm, *output = flat_views(poisoned, head, model.dtype.itemsize).values()
+    found = model.ends.loss_and_gradient(hidden, labels, 0.1, 12, Gradients([norm], output, fresh=True))
+    return [*found, norm, *output]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_output_embeddings_gradient_goes_straight_too(dtype: Dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs, "compile_graph", graphs.interpret_graph)
+    found: list[tuple[int, ...]] = []
+
+    def noted(*arguments: Any, **options: Any) -> tuple[int, ...]:
+        found.append(put_straight(*arguments, **options))
+        return found[-1]
+
+    monkeypatch.setattr(graphs, "put_straight", noted)
+    written = loss_sums(dtype)
+    assert found == [(0,), (0,)]  # for chunks of two sizes
+    monkeypatch.setattr(graphs, "put_straight", lambda *_, **__: ())
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(written, loss_sums(dtype), strict=True))
 
 
 class Mlp(nn.Module):
