@@ -118,7 +118,7 @@ class Layout:
         return self.plan.accumulation > 1 or not stage.is_block
 
     def adding_bytes(self, stage: Stage, micro_batch: int) -> int:
-        """Traffic inside GPU memory when a block's backward adds its gradients to where they are summed."""
+        """Traffic inside GPU memory that accumulation adds to a block's backward."""
         return adding_bytes(self.elements(stage), self.element_bytes, micro_batch, self.plan.accumulation)
 
     def accumulator(self, stage: Stage) -> str:
@@ -134,13 +134,16 @@ class Layout:
 
 
 def adding_bytes(elements: int, element_bytes: int, micro_batch: int, accumulation: int) -> int:
-    """Bytes read and written when the gradients of a block's ``micro_batch``-th backward are added up.
+    """Bytes that a block's ``micro_batch``-th backward moves beyond what its measured time holds.
 
-    The only one, and the first, are copied; with accumulation the sum is fp32.
+    That time holds one write of each gradient in the computing dtype, as without accumulation. With it the first
+    backward writes fp32 and every later one reads and writes fp32. That is as much for products that are summed where
+    they belong as for gradients that are added from a tensor of their own, which is read in either case. Where products
+    are made apart (``runtime.straight.sums_in_place``), writing and reading them is not counted.
     """
     if accumulation == 1:
-        return 2 * element_bytes * elements
-    return (element_bytes + MASTER_BYTES * (1 if micro_batch == 0 else 2)) * elements
+        return 0
+    return (MASTER_BYTES * (1 if micro_batch == 0 else 2) - element_bytes) * elements
 
 
 def gpu_update_working_bytes(elements: int, state_format: StateFormat) -> int:

@@ -153,8 +153,9 @@ class _Measuring:
             for v in (reference[0], reference[-1])[: len(reference)]
         ]
         ends, name = (extremes[0], extremes[-1]), f"micro-batch {self.reference.micro_batch}" if self.reference else ""
+        grad_bytes = sum(grad.nbytes for grad in self.model.returned(stage, reference[-1].budget or 0.0))
         between = [
-            interpolated(v, reference, ends, kept_bytes(kept(v.budget or 0.0)), stage.weight_bytes, name)
+            interpolated(v, reference, ends, kept_bytes(kept(v.budget or 0.0)), grad_bytes, name)
             for v in reference[1:-1]
         ]
         return [extremes[0], *between, *extremes[1:]]
@@ -168,13 +169,15 @@ class _Measuring:
         output_grad = random_normal(hidden_shape, self.model.dtype, self.device, OUTPUT_GRAD_SCALE)
         output, input_grad = torch.empty_like(hidden), torch.empty_like(hidden)
 
+        targets = self._views(torch.empty_like(weights), stage)  # where gradients go without accumulation
+
         def forward() -> Saved:
             template.bind(weights, stage)
             return form.forward(hidden, arguments, output)
 
         def backward(kept: Saved) -> None:
             template.bind(weights, stage)
-            form.backward(kept, arguments, output_grad, input_grad)
+            form.backward(kept, arguments, output_grad, input_grad, targets, first=True)
 
         saved = {"input": aligned(hidden.nbytes)}
         if wanted.keep:
@@ -182,12 +185,13 @@ class _Measuring:
         block_pass = Pass(forward, backward, lambda kept: sum(kept.kept.sizes))
         variant = self._variant(wanted.name, saved, block_pass, wanted.budget)
         if self.device.type == "cuda":
-            self._note_fragmentation(form, arguments, hidden, output_grad)
+            self._note_fragmentation(form, arguments, hidden, output_grad, targets)
         return variant
 
     def _note_fragmentation(
-        self, form: BlockForm, arguments: dict[str, Any], hidden: torch.Tensor, output_grad: torch.Tensor
-    ) -> None:
+        self, form: BlockForm, arguments: dict[str, Any], hidden: torch.Tensor, output_grad: torch.Tensor,
+        targets: list[torch.Tensor],
+    ) -> None:  # fmt: skip
         """Run some blocks layer by layer, as a step does, and see what the allocator holds beyond what it gave out."""
         self._begin_run()
         torch.cuda.reset_peak_memory_stats(self.device)
@@ -197,7 +201,8 @@ class _Measuring:
             for m in order:
                 saved.append(form.forward(hidden, arguments, slots[m % CHAIN_MICRO_BATCHES]))
             for m in order:
-                form.backward(saved.pop(), arguments, output_grad, slots[m % CHAIN_MICRO_BATCHES])
+                slot = slots[m % CHAIN_MICRO_BATCHES]
+                form.backward(saved.pop(), arguments, output_grad, slot, targets, first=True)
         except torch.OutOfMemoryError:
             self.notes["fragmentation"] = "not measured for all variants: some blocks in a row do not fit the GPU"
             return

@@ -113,7 +113,7 @@ def worth_keeping(measured: Sequence[SaveVariant]) -> list[SaveVariant]:
 
 def interpolated(
     variant: SaveVariant, reference: Sequence[SaveVariant], ends: tuple[SaveVariant, SaveVariant],
-    kept_bytes: int, weight_bytes: int, of: str,
+    kept_bytes: int, grad_bytes: int, of: str,
 ) -> SaveVariant:  # fmt: skip
     """``variant`` at another micro-batch, where only the two that keep most and least were measured.
 
@@ -122,7 +122,7 @@ def interpolated(
         reference: all variants measured there, in order.
         ends: the first and the last of them at the micro-batch asked for.
         kept_bytes: what ``variant`` keeps there beside the input.
-        weight_bytes: of the block: its gradients are in every backward's working set, whatever the micro-batch.
+        grad_bytes: of weight gradients that are in a backward's working set, whatever the micro-batch.
         of: names the reference.
     """
     input_bytes = ends[0].saved["input"]
@@ -135,7 +135,7 @@ def interpolated(
         seconds = max(low + share * (high - low), 0.0) if 0 <= share <= 1 else own * (low + high) / (first + last)
         return Timing(median_s=seconds, reason=f"interpolated from {of}")
 
-    backward_bytes = weight_bytes + scale * max(0, variant.working_backward_bytes - weight_bytes)
+    backward_bytes = grad_bytes + scale * max(0, variant.working_backward_bytes - grad_bytes)
     return variant.model_copy(
         update={
             "saved": {"input": input_bytes, "intermediates": kept_bytes},

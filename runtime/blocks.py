@@ -77,15 +77,18 @@ class BlockForm(Protocol):
         ...
 
     def backward(
-        self, saved: Saved, arguments: dict[str, Any], output_grad: torch.Tensor, input_grad: torch.Tensor
-    ) -> list[torch.Tensor]:
-        """Gradients of the parameters; ``saved`` is used up.
+        self, saved: Saved, arguments: dict[str, Any], output_grad: torch.Tensor, input_grad: torch.Tensor,
+        targets: Sequence[torch.Tensor], *, first: bool,
+    ) -> None:  # fmt: skip
+        """Gradients of input and parameters; ``saved`` is used up.
 
         Args:
             saved: of this micro-batch's forward, all of it back on the device.
             arguments: as in the forward.
             output_grad: [rows, tokens, hidden].
             input_grad: where the input's gradient goes, [rows, tokens, hidden]; not the memory of ``output_grad``.
+            targets: where the parameters' gradients are summed, one of each shape, of the computing dtype or fp32.
+            first: whether there is nothing in ``targets`` yet, whatever they hold.
         """
         ...
 
@@ -117,8 +120,9 @@ class EagerForm:
             output.copy_(self._template.run(hidden, arguments))
 
     def backward(
-        self, saved: Saved, arguments: dict[str, Any], output_grad: torch.Tensor, input_grad: torch.Tensor
-    ) -> list[torch.Tensor]:
+        self, saved: Saved, arguments: dict[str, Any], output_grad: torch.Tensor, input_grad: torch.Tensor,
+        targets: Sequence[torch.Tensor], *, first: bool,
+    ) -> None:  # fmt: skip
         """Gradients of input and parameters, through the kept graph or one made now."""
         if isinstance(saved.graph, Graph):
             saved.graph.packing.bind(self._template.weights)
@@ -132,7 +136,7 @@ class EagerForm:
         wanted = [leaf, *self._template.params]
         found, *grads = torch.autograd.grad([output], wanted, [output_grad], materialize_grads=True)
         input_grad.copy_(found)
-        return grads
+        add_gradients(targets, grads, first)
 
 
 def add_gradients(targets: Sequence[torch.Tensor], grads: Sequence[torch.Tensor], first: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -9,6 +10,7 @@ from torch.utils._pytree import tree_leaves
 
 from lazysched.runtime.blocks import BlockTemplate
 from lazysched.runtime.saved import CompiledGraph, Kept, Packing, Saved
+from lazysched.runtime.straight import run_straight
 
 if TYPE_CHECKING:
     from lazysched.runtime.graphs import SplitGraph
@@ -34,8 +36,9 @@ class CompiledForm:
         self._run_forward(hidden, arguments, output)
 
     def backward(
-        self, saved: Saved, arguments: dict[str, Any], output_grad: torch.Tensor, input_grad: torch.Tensor
-    ) -> list[torch.Tensor]:
+        self, saved: Saved, arguments: dict[str, Any], output_grad: torch.Tensor, input_grad: torch.Tensor,
+        targets: Sequence[torch.Tensor], *, first: bool,
+    ) -> None:  # fmt: skip
         """Run the backward half on what was kept and the weights as they lie now."""
         assert isinstance(saved.graph, CompiledGraph)
         packed, packing = saved.graph.packed, saved.graph.packing
@@ -46,9 +49,7 @@ class CompiledForm:
         saved.kept.storages.clear()
         saved.kept.input = None
         inputs += [output_grad, input_grad]
-        grads = self._graph.backward(inputs)
-        found = zip(self._template.views, grads, strict=False)  # arguments have no gradient
-        return [torch.zeros_like(view) if grad is None else grad for view, grad in found]
+        run_straight(self._graph.backward, inputs, self._graph.straight, targets, first=first, skip=0)
 
     def _run_forward(self, hidden: torch.Tensor, arguments: dict[str, Any], output: torch.Tensor) -> Any:
         template = self._template

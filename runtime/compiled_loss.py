@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lazysched.runtime.ends import IGNORED_LABEL
 from lazysched.runtime.graphs import compile_joint
+from lazysched.runtime.straight import run_straight, sums_in_place
 
 
 class CompiledLoss:
@@ -42,14 +43,18 @@ class CompiledLoss:
                 torch.empty(shape, dtype=dtype, device=device, requires_grad=True) for shape in (hidden_shape, *shapes)
             ]
             targets = torch.empty(hidden_shape[0], dtype=torch.int64, device=device)
-        self._run = compile_joint(loss, [*floats, targets])
-        self._num_params = len(names)
+        sums_in_place(device)  # tried out now, not within a step
+        self._run, self._straight = compile_joint(loss, [*floats, targets], len(names))
 
     def run(
-        self, normed: torch.Tensor, params: Sequence[torch.Tensor], targets: torch.Tensor, scale: float
-    ) -> tuple[torch.Tensor, torch.Tensor, Sequence[torch.Tensor]]:
-        """Loss times ``scale``, its gradient with respect to ``normed`` [tokens, hidden] and to each of ``params``."""
+        self, normed: torch.Tensor, params: Sequence[torch.Tensor], targets: torch.Tensor, scale: float,
+        sums: Sequence[torch.Tensor], *, first: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        """Loss times ``scale`` and its gradient with respect to ``normed`` [tokens, hidden].
+
+        That with respect to ``params`` goes to ``sums``, which hold nothing yet if it is the ``first``.
+        """
         upstream = torch.full((), scale, device=normed.device)
         inputs: list[Any] = [normed, *(param.detach() for param in params), targets, upstream]
-        loss, grad, *rest = self._run(inputs)
-        return loss * upstream, grad, rest[: self._num_params]
+        loss, grad = run_straight(self._run, inputs, self._straight, sums, first=first, skip=2)
+        return loss * upstream, grad

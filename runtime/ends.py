@@ -104,10 +104,8 @@ class Ends:
         grads = flat_grad.split(chunk_tokens)
         chunks = zip(flat.split(chunk_tokens), targets.flatten().split(chunk_tokens), grads, strict=True)
         for part, part_targets, part_grad in chunks:
-            loss, found, output_grads = self._chunk_gradient(part, part_targets, scale)
+            loss, found = self._chunk_gradient(part, part_targets, scale, sums)
             part_grad.copy_(found)
-            sums.add_output(output_grads)
-            del found, output_grads  # a chunk's gradients are as large as the vocabulary
             total += loss
         hidden_grad, *norm_grads = torch.autograd.grad([normed], [leaf, *self.norm_params], [flat_grad.view_as(normed)])
         sums.add_norm(norm_grads)
@@ -131,16 +129,19 @@ class Ends:
             self._compiled[size] = CompiledLoss(model, output_names, shapes, chunk, dtype, device)
 
     def _chunk_gradient(
-        self, normed: torch.Tensor, targets: torch.Tensor, scale: float
-    ) -> tuple[torch.Tensor, torch.Tensor, Sequence[torch.Tensor]]:
-        """Loss of one chunk, its gradient with respect to ``normed`` and to the output embedding's parameters."""
+        self, normed: torch.Tensor, targets: torch.Tensor, scale: float, sums: Gradients
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Loss of one chunk and its gradient with respect to ``normed``; the output's is added to ``sums``."""
         if len(normed) in self._compiled:
-            return self._compiled[len(normed)].run(normed, self._output_params, targets, scale)
+            output_sums, first = sums.next_output()
+            compiled = self._compiled[len(normed)]
+            return compiled.run(normed, self._output_params, targets, scale, output_sums, first=first)
         normed.requires_grad_()
         with torch.enable_grad():
             loss = self._chunk_loss(normed, targets, scale)
         grad, *output_grads = torch.autograd.grad([loss], [normed, *self._output_params])
-        return loss.detach(), grad, output_grads
+        sums.add_output(output_grads)
+        return loss.detach(), grad
 
     def _chunk_loss(self, normed: torch.Tensor, targets: torch.Tensor, scale: float) -> torch.Tensor:
         logits = self.logits(normed).float()
@@ -167,8 +168,13 @@ class Gradients:
 
     def add_output(self, grads: Sequence[torch.Tensor]) -> None:
         """Add the gradients of one chunk."""
-        _accumulate(self._output, grads, self._fresh_output)
-        self._fresh_output = False
+        targets, first = self.next_output()
+        _accumulate(targets, grads, first)
+
+    def next_output(self) -> tuple[list[torch.Tensor], bool]:
+        """Where the gradients of one more chunk go, and whether there is nothing yet."""
+        first, self._fresh_output = self._fresh_output, False
+        return self._output, first
 
 
 def _bind(params: Sequence[nn.Parameter], weights: torch.Tensor, stage: Stage) -> None:

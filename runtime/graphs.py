@@ -30,6 +30,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.graph import CodeGen
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from lazysched.runtime.straight import put_straight, sums_in_place
+
 Runnable = Callable[[list[Any]], Sequence[Any]]
 """A compiled graph: takes its inputs as a list, which it empties, and returns its outputs."""
 
@@ -40,12 +42,15 @@ class SplitGraph:
 
     Attributes:
         forward: [block input, parameters, tensors among the arguments, where the output goes] -> [what is kept].
-        backward: [what is kept, output gradient, where the input's gradient goes] -> [parameter gradients, None for
-            each argument].
+        backward: [what is kept, output gradient, where the input's gradient goes, a target for each of ``straight``,
+            ``first`` if there are any] -> [parameter gradients, None for each argument].
+        straight: parameters, by number, whose gradients the backward puts into targets and returns as None
+            (``lazysched.runtime.straight``).
     """
 
     forward: Runnable
     backward: Runnable
+    straight: tuple[int, ...]
 
 
 class JointGraph:
@@ -87,10 +92,13 @@ class JointGraph:
             wanted = [torch.empty(shape, dtype=dtype, device=device, requires_grad=True) for shape in shapes]
         inputs = (*wanted, *(mode.from_tensor(tensor) for tensor in tensors))
         self._joint = _joint_graph(run, inputs)
-        self._num_inputs = len(inputs)
+        self._num_inputs, self._num_params, self._device = len(inputs), len(names), device
 
-    def split(self, budget: float) -> tuple[fx.GraphModule, fx.GraphModule]:
-        """Forward and backward when about ``budget`` of the bytes that could be kept are kept; 0 keeps the input."""
+    def split(self, budget: float) -> tuple[fx.GraphModule, fx.GraphModule, tuple[int, ...]]:
+        """Forward and backward when about ``budget`` of the bytes that could be kept are kept; 0 keeps the input.
+
+        Also which parameters' gradients the backward puts straight into targets.
+        """
         with functorch_config.patch(activation_memory_budget=budget):
             forward, backward = min_cut_rematerialization_partition(
                 copy.deepcopy(self._joint), None, num_fwd_outputs=1,
@@ -98,38 +106,50 @@ class JointGraph:
             )  # fmt: skip
         for graph in (forward, backward):
             _write_first_output(graph)
-        return forward, backward
+        return forward, backward, put_straight(backward, self._num_params, skip=0)
 
     def kept(self, budget: float) -> list[torch.Tensor]:
         """What the forward keeps beside its inputs when split at ``budget``: one fake tensor for each storage."""
-        forward, _ = self.split(budget)
+        forward, _, _ = self.split(budget)
         outputs = _outputs(forward)
         given = {_storage(tensor) for tensor in _example_inputs(forward)}
         kept = {_storage(node.meta["val"]): node.meta["val"] for node in outputs}
         return [tensor for storage, tensor in kept.items() if storage not in given]
 
+    def returned(self, budget: float) -> list[torch.Tensor]:
+        """Parameter gradients that the backward returns, not put straight into targets: fake tensors."""
+        _, backward, _ = self.split(budget)
+        grads = _outputs(backward)[: self._num_params]
+        return [node.meta["val"] for node in grads if node is not None]
+
     def compile(self, budget: float) -> SplitGraph:
         """Split at ``budget`` and compile both halves."""
-        forward, backward = self.split(budget)
+        forward, backward, straight = self.split(budget)
+        sums_in_place(self._device)  # tried out now, not within a step
         compiled, strides = compile_graph(forward)
         _set_strides(backward, strides)
-        return SplitGraph(compiled, compile_graph(backward, is_backward=True)[0])
+        return SplitGraph(compiled, compile_graph(backward, is_backward=True)[0], straight)
 
 
-def compile_joint(function: Callable[..., tuple[torch.Tensor]], inputs: Sequence[torch.Tensor]) -> Runnable:
+def compile_joint(
+    function: Callable[..., tuple[torch.Tensor]], inputs: Sequence[torch.Tensor], num_params: int
+) -> tuple[Runnable, tuple[int, ...]]:
     """``function`` and the gradient of its one output in a single graph.
 
     Args:
         function: of ``inputs``, returning one tensor in a tuple.
-        inputs: fake tensors; those that require a gradient get one.
+        inputs: fake tensors, the parameters from the second on; those that require a gradient get one.
+        num_params: of the parameters.
 
     Returns:
-        [inputs, gradient of the output] -> [output, gradient of each input or None].
+        [inputs, gradient of the output, a target for each parameter that goes straight, ``first`` if there are any] ->
+        [output, gradient of each input or None]; and which parameters go straight.
     """
     joint = _joint_graph(function, tuple(inputs))
     joint.graph.set_codegen(CodeGen())  # traced, it takes and returns nested tuples
     joint.recompile()
-    return compile_graph(joint)[0]
+    straight = put_straight(joint, num_params, skip=2)
+    return compile_graph(joint)[0], straight
 
 
 def compile_graph(graph: fx.GraphModule, *, is_backward: bool = False) -> tuple[Runnable, list[Any]]:

@@ -117,6 +117,16 @@ class Model:
         with _explained(stage):
             return joint.kept(budget)
 
+    def returned(self, stage: Stage, budget: float) -> list[torch.Tensor]:
+        """Weight gradients that a block's backward allocates when its graph is split at ``budget``: fake tensors.
+
+        Raises:
+            RunError: it cannot be traced or split.
+        """
+        joint = self.joint_graph(stage)
+        with _explained(stage):
+            return joint.returned(budget)
+
     def compile_loss(self, chunk_tokens: int) -> None:
         """Compile the loss and its gradient for chunks of ``chunk_tokens``.
 

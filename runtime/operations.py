@@ -207,12 +207,13 @@ class Operations:
         if stage.is_block:
             saved = self._restored(op, stage, m)
             form = self._bound_form(op, stage)
-            grads = form.backward(saved, self._model.arguments(stage), output_grad, self._hidden(op.writes))
-            target = op.writes[1]
+            form.backward(
+                saved, self._model.arguments(stage), output_grad, self._hidden(op.writes),
+                self._views(op.writes[1], stage), first=m == 0,
+            )  # fmt: skip
         else:
             grads = self._model.ends.embed_backward(self._edges.pop(m), output_grad)
-            target = op.writes[0]
-        add_gradients(self._views(target, stage), grads, first=m == 0)
+            add_gradients(self._views(op.writes[0], stage), grads, first=m == 0)
 
     def _restored(self, op: Op, stage: Stage, m: int) -> Saved:
         """What the forward kept, with what was on the host read from the fetched slot."""

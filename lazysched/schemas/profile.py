@@ -62,8 +62,8 @@ class Timing(Schema):
 class SaveVariant(Schema):
     """One form of a stage at one micro-batch: what its forward keeps for its backward, and what that costs.
 
-    For a block, ``backward`` includes whatever it recomputes, but not adding the weight gradients up, which depends on
-    the accumulation.
+    For a block, ``backward`` includes whatever it recomputes and putting the weight gradients, in the computing dtype,
+    where they belong; what summing them in fp32 takes beyond that depends on the accumulation.
     For the head, ``forward`` is the loss alone and ``backward`` the loss with its gradient in one pass, the only
     one that a training step runs. The embedding and the head have one variant, ``all``.
     """

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from lazysched.errors import UsageError
 from lazysched.lower import lower
 from lazysched.optimizer_state import hybrid8_layout
-from lazysched.schemas import Plan, Program, Stage, StagePlan, Update
+from lazysched.schemas import BYTES_PER_ELEMENT, Dtype, Plan, Program, Stage, StagePlan, Update
 from tests.lowering.plans import end_variants, plans, variants_for
 
 
@@ -194,6 +194,28 @@ def test_state_buffers_have_the_size_of_their_format(case: tuple[Plan, list[Stag
         expected = hybrid8_layout(stage, 4, plan.fp32_state_elements)[1]
         expected = 8 * elements if choice.state_format == "fp32" else expected
         assert buffers[f"{choice.state}/state/{stage.id}"].num_bytes == expected
+
+
+@pytest.mark.parametrize(
+    ("dtype", "accumulation", "per_element"),
+    [("float32", 1, [0]), ("float32", 3, [0, 4, 4]), ("bfloat16", 1, [0]), ("bfloat16", 3, [2, 6, 6])],
+)
+def test_accumulation_costs_what_fp32_sums_move_beyond_one_write(
+    dtype: Dtype, accumulation: int, per_element: list[int]
+) -> None:
+    stages = model(1, tied=False)
+    plan = Plan(
+        model_id="tiny", hardware_id="any", compute_dtype=dtype, batch_size=accumulation, seq_len=8, micro_batch=1,
+        accumulation=accumulation, loss_chunk_tokens=16, variants=VARIANTS, budget_bytes={},
+        stages={
+            s.id: StagePlan(weights="gpu", state="gpu", saved_tiers={"intermediates": "gpu"} if s.is_block else {})
+            for s in stages
+        },
+    )  # fmt: skip
+    ops, elements = lower(plan, stages).ops, 512 // BYTES_PER_ELEMENT[dtype]
+    assert [ops[f"backward/block.0/{m}"].num_bytes for m in range(accumulation)] == [
+        each * elements for each in per_element
+    ]
 
 
 def test_only_fp32_updates_on_the_gpu_need_memory_of_their_own() -> None:

@@ -251,4 +251,4 @@ def test_on_a_gpu_everything_is_measured(tmp_path: Path) -> None:
     assert found.context_bytes > 0
     for variant in found.variants["LlamaDecoderLayer"][2]:
         assert variant.forward.seconds > 0
-        assert variant.working_backward_bytes >= 2 * found.stages[1].num_params
+        assert variant.working_backward_bytes >= variant.saved["input"]  # the input's gradient

@@ -85,7 +85,7 @@ def test_at_most_six_are_kept_and_the_ends_among_them() -> None:
 def test_an_interpolated_variant_lies_where_it_lay_between_the_ends() -> None:
     reference = [variant("a", 900, 1.0), variant("b", 400, 1.5, working=600), variant("input", 0, 2.0)]
     ends = (variant("a", 1800, 2.2, input_bytes=200), variant("input", 0, 4.0, input_bytes=200))
-    found = interpolated(reference[1], reference, ends, 812, weight_bytes=1000, of="micro-batch 1")
+    found = interpolated(reference[1], reference, ends, 812, grad_bytes=1000, of="micro-batch 1")
     assert found.saved == {"input": 200, "intermediates": 812}
     assert found.forward.median_s == found.backward.median_s == pytest.approx((2.2 + 4.0) / 2 / 2)
     assert found.forward.reason == "interpolated from micro-batch 1"

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from lazysched.runtime.blocks import BlockTemplate, EagerForm
+from lazysched.runtime.flat import flat_views
 from lazysched.runtime.model import Model
 from lazysched.schemas import Stage
 from tests.runtime.tiny import CPU, SEQ_LEN, llama
@@ -34,15 +35,18 @@ def test_the_backward_of_a_kept_graph_reads_the_weights_where_they_are_then(mode
     template.bind(weights, stage)
     expected_grad, hidden_grad = torch.empty_like(hidden), torch.empty_like(hidden)
     recomputed = EagerForm(template, keep=False).forward(hidden, arguments, torch.empty_like(hidden))
-    expected = EagerForm(template, keep=False).backward(recomputed, arguments, output_grad, expected_grad)
+    expected = torch.full_like(weights, float("nan"))
+    targets = list(flat_views(expected, stage, 4).values())
+    EagerForm(template, keep=False).backward(recomputed, arguments, output_grad, expected_grad, targets, first=True)
     slot = weights.clone()
     template.bind(slot, stage)
     saved = form.forward(hidden, arguments, torch.empty_like(hidden))
     slot.fill_(float("nan"))  # another block's weights came in
     template.bind(weights.clone(), stage)
-    grads = form.backward(saved, arguments, output_grad, hidden_grad)
+    found = [torch.full_like(view, float("nan")) for view in targets]
+    form.backward(saved, arguments, output_grad, hidden_grad, found, first=True)
     assert torch.equal(hidden_grad, expected_grad)
-    assert all(torch.equal(ours, theirs) for ours, theirs in zip(grads, expected, strict=True))
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, targets, strict=True))
 
 
 def test_a_dropped_input_takes_its_memory_with_it(model: Model) -> None:
@@ -57,7 +61,8 @@ def test_a_dropped_input_takes_its_memory_with_it(model: Model) -> None:
     assert storage() is None
     saved.kept.input = again
     hidden_grad = torch.full_like(again, torch.nan)
-    form.backward(saved, model.arguments(stage), torch.ones_like(again), hidden_grad)
+    targets = [torch.empty_like(view) for view in template.views]
+    form.backward(saved, model.arguments(stage), torch.ones_like(again), hidden_grad, targets, first=True)
     assert hidden_grad.isfinite().all()
 
 
