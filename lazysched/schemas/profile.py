@@ -161,6 +161,10 @@ class Profile(Document):
     """Tokens whose logits exist at once in the head."""
     attention: AttentionBackend = "default"
     """Kernel of torch's attention that was fastest; all variants run with it."""
+    packing: bool = False
+    """Whether blocks were measured with rows of several samples, which do not see each other."""
+    argument_bytes: dict[Annotated[int, Field(ge=1)], Annotated[int, Field(ge=1)]] = Field(default_factory=dict)
+    """Micro-batch -> GPU bytes of the masks and position tables of its packed rows; empty without packing."""
     estimated: bool = False
     """Whether any figure was computed, not measured."""
     stages: list[Stage]
