@@ -16,6 +16,7 @@ from lazysched.runtime.attention import attention
 from lazysched.runtime.blocks import BlockForm, BlockTemplate, EagerForm
 from lazysched.runtime.compiled import CompiledForm
 from lazysched.runtime.ends import Ends
+from lazysched.runtime.packed import example_positions
 from lazysched.runtime.skeleton import move_buffers
 from lazysched.schemas import BYTES_PER_ELEMENT, AttentionBackend, Dtype, SaveVariant, Stage
 
