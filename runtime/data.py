@@ -235,6 +235,11 @@ class Batches:
         # Only a memory of pure results: steps mostly ask for the same epoch, or two beside each other.
         self._order = functools.lru_cache(maxsize=2)(self._draw_order)
 
+    @property
+    def num_rows(self) -> int:
+        """Rows of an epoch."""
+        return len(self._rows)
+
     def batch(self, step: int) -> Batch:
         """The batch of ``step``, counted from 0."""
         first = step * self._batch_size
@@ -244,15 +249,14 @@ class Batches:
     def num_steps(self, epochs: float) -> int:
         """Steps until every row was seen ``epochs`` times, at least one."""
         # Rounded, or 0.07 epochs of 100 rows would be 8 rows: the product is 7.000000000000001.
-        num_rows = round(epochs * len(self._rows), 6)
-        return max(1, math.ceil(num_rows / self._batch_size))
+        return max(1, math.ceil(round(epochs * self.num_rows, 6) / self._batch_size))
 
     def _index(self, position: int) -> int:
-        epoch, place = divmod(position, len(self._rows))
+        epoch, place = divmod(position, self.num_rows)
         return int(self._order(epoch)[place])
 
     def _draw_order(self, epoch: int) -> npt.NDArray[np.int64]:
-        return np.random.default_rng([self._seed, epoch]).permutation(len(self._rows))
+        return np.random.default_rng([self._seed, epoch]).permutation(self.num_rows)
 
 
 def evaluation_batches(

@@ -91,7 +91,8 @@ class PackedArguments:
         ]
 
     def _place(
-        self, plain: Any, packed: Any, positions: torch.Tensor, samples: torch.Tensor, places: dict[tuple[int, int], int]
+        self, plain: Any, packed: Any, positions: torch.Tensor, samples: torch.Tensor,
+        places: dict[tuple[int, int], int],
     ) -> int:  # fmt: skip
         """Index of the tensor ``packed``, which many blocks share, among those that are filled."""
         key = (id(plain), id(packed))

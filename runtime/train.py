@@ -140,6 +140,9 @@ def train(
     batches = data_module.Batches(
         inputs.train, plan.batch_size, plan.seq_len, seed, inputs.pad_id, packing=plan.packing
     )
+    if plan.packing:
+        packed = f"{data}: packed into {batches.num_rows} rows of {plan.seq_len} tokens"
+        console.print(packed, highlight=False, markup=False, soft_wrap=True)
     num_steps = batches.num_steps(num_train_epochs) if max_steps is None else max_steps
     schedule = LearningRateSchedule(learning_rate, lr_scheduler_type, num_steps, warmup_ratio)
     traced = _traced_steps(trace, trace_steps, num_steps)

@@ -12,7 +12,14 @@ from functools import cached_property
 from typing import Literal
 
 from lazysched.errors import UsageError
-from lazysched.layout import MASTER_BYTES, SCALE_ELEMENTS, TOTAL_ELEMENTS, adding_bytes, batch_bytes, gpu_update_working_bytes
+from lazysched.layout import (
+    MASTER_BYTES,
+    SCALE_ELEMENTS,
+    TOTAL_ELEMENTS,
+    adding_bytes,
+    batch_bytes,
+    gpu_update_working_bytes,
+)
 from lazysched.optimizer_state import FP32_STATE_ELEMENTS, state_bytes
 from lazysched.schemas import BYTES_PER_ELEMENT, Curve, Profile, SaveVariant, Stage, StateFormat, Tier, Update
 

@@ -190,6 +190,15 @@ class Profile(Document):
     notes: dict[str, str] = Field(default_factory=dict)
     """Versions, device names, and what a reader should know."""
 
+    @model_validator(mode="after")
+    def _packed_sizes_are_known(self) -> Profile:
+        measured = {size for by_size in self.variants.values() for size in by_size}
+        missing = measured - set(self.argument_bytes) if self.packing else set(self.argument_bytes)
+        if missing:
+            state = "missing" if self.packing else "given without packing"
+            raise ValueError(f"argument_bytes of micro-batch {min(missing)}: {state}; profile again")
+        return self
+
     def doubts(self) -> list[str]:
         """What a user should know before trusting the figures, one line each; empty when all went as wanted."""
         timings = [

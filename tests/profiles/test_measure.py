@@ -38,7 +38,9 @@ def gemma3() -> PretrainedConfig:
     )  # fmt: skip
 
 
-def run(config: PretrainedConfig, folder: Path, device: str = "cpu", compiled: bool | None = False) -> Profile:
+def run(
+    config: PretrainedConfig, folder: Path, device: str = "cpu", compiled: bool | None = False, packing: bool = False
+) -> Profile:
     config.save_pretrained(folder)
     with pytest.MonkeyPatch.context() as patch:
         for room, name, value in (
@@ -47,7 +49,7 @@ def run(config: PretrainedConfig, folder: Path, device: str = "cpu", compiled: b
             patch.setattr(room, name, value)
         return profile(
             str(folder / "config.json"), device=device, seq_len=SEQ_LEN, micro_batches=MICRO_BATCHES,
-            loss_chunk_tokens=CHUNK_TOKENS, repeats=2, compiled=compiled,
+            loss_chunk_tokens=CHUNK_TOKENS, repeats=2, compiled=compiled, packing=packing,
         )  # fmt: skip
 
 
@@ -101,6 +103,23 @@ def test_saved_bytes_are_those_that_the_runtime_keeps(config: PretrainedConfig, 
         assert {key: variant.saved for key, variant in variants.items()} == {
             key: variant.saved for key, variant in kept.items()
         }
+
+
+def test_packed_rows(tiny_profile: Profile, tmp_path: Path) -> None:
+    found = run(gemma3(), tmp_path, packing=True)
+    assert found.packing
+    assert not tiny_profile.packing
+    assert tiny_profile.argument_bytes == {}
+    for micro_batch in MICRO_BATCHES:
+        model = Model(gemma3(), "float32", CPU, micro_batch=micro_batch, seq_len=SEQ_LEN, packing=True)
+        assert found.argument_bytes[micro_batch] == model.argument_bytes > 0
+        kept = variants_of(model, micro_batch, SEQ_LEN)
+        assert {key: variant.saved for key, variant in embedded_variants(found, micro_batch).items()} == {
+            key: variant.saved for key, variant in kept.items()
+        }
+        # Making the arguments takes what tells samples apart, for each pair of tokens, in its embedding's forward.
+        embed = found.variants["embed"][micro_batch][0]
+        assert embed.working_forward_bytes >= micro_batch * SEQ_LEN * SEQ_LEN
 
 
 def test_working_bytes_hold_what_must_be_there(tiny_profile: Profile) -> None:

@@ -153,7 +153,9 @@ def outcome(plan: Plan, tied: bool, clip_norm: float | None) -> list[object]:
     with open_session(plan, config, clip_norm) as session:
         results = [
             session.executor.step(batch, rate)
-            for batch, rate in zip(batches(plan.accumulation, config.vocab_size, plan.packing), LEARNING_RATES, strict=True)
+            for batch, rate in zip(
+                batches(plan.accumulation, config.vocab_size, plan.packing), LEARNING_RATES, strict=True
+            )
         ]
         session.executor.drain()
         kept: list[object] = [(result.loss, result.grad_norm) for result in results]

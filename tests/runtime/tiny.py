@@ -45,7 +45,7 @@ def variants_of(model: Model, micro_batch: int, seq_len: int) -> dict[str, SaveV
 
 
 def packed_batch(rows: int, seq_len: int, vocabulary: int, seed: int) -> Batch:
-    """Rows of two samples or more, of 2 tokens or more, and sometimes of padding; all but the first tokens are learned."""
+    """Rows of at least two samples of at least 2 tokens, some padded; all but first tokens are learned."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.zeros(rows, seq_len, dtype=torch.int64)
     targets, positions = torch.full_like(ids, -100), torch.zeros_like(ids)
