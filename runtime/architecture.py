@@ -191,7 +191,8 @@ class Calls:
         self.packed = self._packed(ids) if packing else None
 
     def _packed(self, ids: torch.Tensor) -> PackedArguments:
-        positions = example_positions(*ids.shape, ids.device)
+        rows, seq_len = ids.shape
+        positions = example_positions(rows, seq_len, ids.device)
         _, arguments = self._run(ids, position_ids=positions)
         return PackedArguments(self.arguments, arguments, positions)
 

@@ -181,7 +181,7 @@ def test_profile_passes_every_micro_batch_and_writes(in_tmp: Path, monkeypatch: 
     assert measure.positional == ("model",)
     assert measure == {
         "device": "cpu", "dtype": None, "seq_len": 1024, "micro_batches": [2, 8], "storage_dir": None,
-        "compiled": None,
+        "compiled": None, "packing": False,
     }  # fmt: skip
     assert Profile.load("new.yaml") == PROFILE
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from pydantic import ValidationError
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import LlamaConfig, PretrainedConfig, PreTrainedModel
 
 from lazysched.errors import UsageError
@@ -160,6 +161,17 @@ def test_arguments_are_not_saved(name: str) -> None:
     kept = {storage.untyped_storage().data_ptr() for storage in saved.kept.storages}
     assert kept
     assert buffer.untyped_storage().data_ptr() not in kept
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gemma3"])
+def test_nothing_in_a_step_depends_on_values(name: str) -> None:
+    """On a GPU such an operation would wait for it; fake tensors have no values to ask for."""
+    model = packed_model(CONFIGS[name])
+    positions = example_positions(MICRO_BATCH, SEQ_LEN, CPU)
+    packed = model.calls.packed
+    assert packed is not None
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        packed.fill(mode.from_tensor(model._argument_buffers[0]), mode.from_tensor(positions))
 
 
 def test_buffers_of_arguments_are_in_the_program() -> None:
