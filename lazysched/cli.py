@@ -113,6 +113,9 @@ def profile(
             "--compile/--no-compile", help="Compile blocks and loss. [on a GPU: --compile]", show_default=False
         ),
     ] = None,
+    packing: Annotated[
+        bool, typer.Option("--packing", help="Rows hold several samples, which do not see each other.")
+    ] = False,
     from_run: Annotated[
         Path | None, typer.Option(metavar="RUN_DIR", help="Measure nothing; refine --profile by what a run took.")
     ] = None,
@@ -138,6 +141,7 @@ def profile(
         micro_batches=micro_batch or [1, 2, 4],
         storage_dir=None if storage is None else str(storage),
         compiled=compiled,
+        packing=packing,
     )
     measured.save(output)
     for warning in measured.doubts():
@@ -151,7 +155,7 @@ def _refine_profile(context: typer.Context, from_run: Path | None, profile_file:
         raise UsageError("--from-run: missing; --profile names what a run refines, name the run's --output-dir too")
     if profile_file is None:
         raise UsageError("--profile: missing; --from-run refines a profile, name the one that the plan was solved from")
-    for name in ("model", "device", "dtype", "seq_len", "micro_batch", "storage"):
+    for name in ("model", "device", "dtype", "seq_len", "micro_batch", "storage", "packing"):
         source = context.get_parameter_source(name)
         if source is not None and source.name == "COMMANDLINE":
             shown = "MODEL" if name == "model" else f"--{name.replace('_', '-')}"

@@ -70,8 +70,8 @@ class Layout:
 
     @property
     def batch_bytes(self) -> int:
-        """Token ids and targets of a step, int64."""
-        return 2 * 8 * self.plan.batch_size * self.plan.seq_len
+        """Token ids, targets and, where rows are packed, positions of a step, int64."""
+        return batch_bytes(self.plan.batch_size, self.plan.seq_len, self.plan.packing)
 
     def on_host(self, stage: Stage) -> bool:
         """Whether the host holds the stage's optimizer state and updates it."""
@@ -131,6 +131,11 @@ class Layout:
         """Bytes per micro-batch, the input excepted, that the stage sends to the host."""
         choice, variant = self.choice(stage), self.variants[stage.id]
         return sum(size for group, size in variant.saved.items() if choice.saved_tiers.get(group) == "host")
+
+
+def batch_bytes(rows: int, seq_len: int, packing: bool) -> int:
+    """Token ids and targets of ``rows`` and, where they are packed, positions, int64."""
+    return (3 if packing else 2) * 8 * rows * seq_len
 
 
 def adding_bytes(elements: int, element_bytes: int, micro_batch: int, accumulation: int) -> int:

@@ -157,11 +157,14 @@ class _Lowering:
         outgoing = f"gpu/outgoing/slot{self.num_saves % (self.plan.d2h_lag + 1)}"
         if offloads and layout.outgoing_bytes(stage):
             writes.append(outgoing)
+        reads = [source, self.uploads.weights(stage, "forward")]
+        if self.plan.packing:
+            (reads if stage.is_block else writes).append(f"gpu/arguments/{m}")
         self._emit(
             op_id, "forward", "compute", stage=stage.id, phase="forward", micro_batch=m,
             cost=("variant", stage.structure, variant.name, "forward"),
             working_bytes=variant.working_forward_bytes,
-            reads=(source, self.uploads.weights(stage, "forward")), writes=tuple(writes),
+            reads=tuple(reads), writes=tuple(writes),
         )  # fmt: skip
         if offloads:
             self._save(stage, m, outgoing)
@@ -276,6 +279,8 @@ class _Lowering:
         fetched = layout.offloaded_bytes(stage) > 0
         if fetched:
             reads.append(self._fetched(self.fetch_index[stage.id, m]))
+        if self.plan.packing:
+            reads.append(f"gpu/arguments/{m}")
         self._emit(
             f"backward/{stage.id}/{m}", "backward", "compute", stage=stage.id, phase="backward", micro_batch=m,
             cost=("variant", stage.structure, variant.name, "backward"), num_bytes=layout.adding_bytes(stage, m),

@@ -14,6 +14,8 @@ def static_buffer_sizes(layout: Layout, training: bool) -> dict[str, int]:
         sizes[f"{place}/batch"] = layout.batch_bytes
         sizes[f"{place}/scale"] = MASTER_BYTES * SCALE_ELEMENTS
         sizes[f"{place}/totals"] = MASTER_BYTES * TOTAL_ELEMENTS + layout.norms_bytes
+    if layout.plan.packing:
+        sizes |= {f"gpu/arguments/{m}": layout.plan.argument_bytes for m in range(layout.plan.accumulation)}
     for stage in layout.stages:
         sizes |= _of_stage(layout, stage, training)
     slot_bytes = max((stage.weight_bytes for stage in layout.blocks if layout.streamed(stage)), default=0)

@@ -41,6 +41,7 @@ class _Settings:
     folder: Path | None
     repeats: int | None
     compiled: bool
+    packing: bool
 
 
 def profile(
@@ -54,6 +55,7 @@ def profile(
     loss_chunk_tokens: int = 1024,
     repeats: int | None = None,
     compiled: bool | None = None,
+    packing: bool = False,
 ) -> Profile:
     """Measure what ``model`` takes on this machine; its weights are never read, random ones stand in for them.
 
@@ -67,12 +69,15 @@ def profile(
         loss_chunk_tokens: tokens whose logits exist at once in the head.
         repeats: timed repeats of each figure; None chooses by the time one takes.
         compiled: whether blocks and loss are compiled, which offers more save variants; None: on a GPU.
+        packing: whether rows hold several samples, which do not see each other; plans from this profile pack so.
 
     Raises:
         UsageError: an argument is wrong, or the model is not found or not supported.
         RunError: no micro-batch fits, or host memory or storage does not suffice.
     """
-    settings = _checked(device, dtype, seq_len, micro_batches, storage_dir, loss_chunk_tokens, repeats, compiled)
+    settings = _checked(
+        device, dtype, seq_len, micro_batches, storage_dir, loss_chunk_tokens, repeats, compiled, packing
+    )
     config = resolve_model(model).config
     longest = getattr(config, "max_position_embeddings", None)
     if longest is not None and seq_len > longest:
@@ -90,6 +95,7 @@ class _Profiling:
         self.model_id, self.stages = "", list[Stage]()
         self.variants: dict[str, dict[int, list[SaveVariant]]] = {}
         self.fragmentation_bytes: dict[int, int] = {}
+        self.argument_bytes: dict[int, int] = {}
         self.attention = AttentionChoice("default", "")
 
     def run(self) -> Profile:
@@ -109,7 +115,8 @@ class _Profiling:
         return Profile(
             hardware_id=identity, model_id=self.model_id, device=_device_type(device), compute_dtype=settings.dtype,
             seq_len=settings.seq_len, loss_chunk_tokens=settings.chunk_tokens,
-            attention=self.attention.backend, stages=self.stages,
+            attention=self.attention.backend, packing=settings.packing, argument_bytes=self.argument_bytes,
+            stages=self.stages,
             variants=self.variants, links=links, update=update,
             total_bytes={**total_bytes, "nvme": storage.total_bytes},
             free_bytes={**free_bytes, "nvme": storage.free_bytes},
@@ -157,15 +164,21 @@ class _Profiling:
         """Figures of one micro-batch, None where the GPU is too small for it."""
         settings = self.settings
         try:
-            model = Model(self.config, settings.dtype, self.device, micro_batch=micro_batch, seq_len=settings.seq_len)
+            model = Model(
+                self.config, settings.dtype, self.device, micro_batch=micro_batch, seq_len=settings.seq_len,
+                packing=settings.packing,
+            )  # fmt: skip
             self.model_id, self.stages = model.model_id, model.stages
             if reference is None:
                 self.attention = fastest_attention(model)
             model.use_attention(self.attention.backend)
-            return measure_stages(
+            measured = measure_stages(
                 model, micro_batch, settings.seq_len, settings.chunk_tokens, settings.repeats, settings.compiled,
                 reference,
             )  # fmt: skip
+            if settings.packing:
+                self.argument_bytes[micro_batch] = model.argument_bytes
+            return measured
         except torch.OutOfMemoryError:
             return None
 
@@ -179,7 +192,7 @@ def _free_memory(device: torch.device) -> None:
 
 def _checked(
     device: str | None, dtype: str | None, seq_len: int, micro_batches: Sequence[int], storage_dir: str | None,
-    chunk_tokens: int, repeats: int | None, compiled: bool | None,
+    chunk_tokens: int, repeats: int | None, compiled: bool | None, packing: bool,
 ) -> _Settings:  # fmt: skip
     if device not in {None, "cuda", "cpu"}:
         raise UsageError(f"device: {device!r} is not known; use cuda or cpu")
@@ -196,7 +209,7 @@ def _checked(
     rows = tuple(sorted(set(micro_batches)))
     return _Settings(
         chosen, _dtype(dtype or default), seq_len, rows, chunk_tokens, check_folder(storage_dir), repeats,
-        chosen.type == "cuda" if compiled is None else compiled,
+        chosen.type == "cuda" if compiled is None else compiled, packing,
     )  # fmt: skip
 
 

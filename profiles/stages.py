@@ -21,6 +21,7 @@ from lazysched.runtime.blocks import BlockForm, add_gradients
 from lazysched.runtime.ends import Gradients
 from lazysched.runtime.flat import aligned, flat_views
 from lazysched.runtime.model import Model
+from lazysched.runtime.packed import example_positions
 from lazysched.runtime.saved import Saved
 from lazysched.schemas import SaveVariant, Stage
 from lazysched.schemas.profile import UNCOMPILED_NOTE
@@ -119,8 +120,11 @@ class _Measuring:
         weights = random_weights(stage, self.model.dtype, self.device)
         accumulator = self._accumulator(stage)
         ids = random_tokens(self.rows, self.vocabulary, self.device)
+        positions = example_positions(*self.rows, self.device) if self.model.calls.packed else None
 
         def forward() -> tuple[torch.Tensor, Any]:
+            if positions is not None:
+                self.model.pack(0, positions)
             ends.bind_embed(weights, stage)
             return ends.embed(calls, ids)
 

@@ -19,6 +19,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from lazysched.errors import UsageError
 from lazysched.runtime.flat import flat_bytes
+from lazysched.runtime.packed import PackedArguments, example_positions
 from lazysched.runtime.skeleton import build_skeleton, signature
 from lazysched.schemas import BYTES_PER_ELEMENT, Stage
 
@@ -159,16 +160,22 @@ class Calls:
     Args:
         architecture: embedding bound to real weights, buffers on ``device``.
         seq_len: tokens of a row; the recorded arguments hold for this length and ``micro_batch`` rows.
+        packing: whether a row may hold several samples.
 
     Attributes:
-        arguments: keyword arguments of each block.
+        arguments: keyword arguments of each block for rows of one sample.
         constants: storage addresses of the tensors among them.
         hidden_shape: of a block's input, [rows, tokens, hidden].
+        packed: how arguments follow from positions; None without packing.
+
+    Raises:
+        UsageError: the model cannot be packed.
     """
 
-    def __init__(self, architecture: Architecture, micro_batch: int, seq_len: int, device: torch.device) -> None:
+    def __init__(
+        self, architecture: Architecture, micro_batch: int, seq_len: int, device: torch.device, *, packing: bool = False
+    ) -> None:
         self.architecture = architecture
-        self.arguments: list[dict[str, Any]] = []
         ids = torch.zeros(micro_batch, seq_len, dtype=torch.int64, device=device)
         embedded: list[torch.Tensor] = []
 
@@ -176,18 +183,26 @@ class Calls:
             embedded.append(output)
 
         handle = architecture.embedding.register_forward_hook(keep)
-        first = self._run(ids)
+        first, self.arguments = self._run(ids)
         handle.remove()
         self.hidden_shape = first.shape
         self._embedding_alone = len(embedded) == 1 and first is embedded[0]
         self.constants = {t.untyped_storage().data_ptr() for a in self.arguments for t in _tensors(a)}
+        self.packed = self._packed(ids) if packing else None
+
+    def _packed(self, ids: torch.Tensor) -> PackedArguments:
+        rows, seq_len = ids.shape
+        positions = example_positions(rows, seq_len, ids.device)
+        _, arguments = self._run(ids, position_ids=positions)
+        return PackedArguments(self.arguments, arguments, positions)
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
         """Input of block 0, [rows, tokens, hidden], of token ids [rows, tokens] int64."""
         # Running only the embedding, where that is all there is, avoids building masks anew (and a device sync).
-        return self.architecture.embedding(ids) if self._embedding_alone else self._run(ids)
+        return self.architecture.embedding(ids) if self._embedding_alone else self._run(ids)[0]
 
-    def _run(self, ids: torch.Tensor) -> torch.Tensor:
+    def _run(self, ids: torch.Tensor, **more: torch.Tensor) -> tuple[torch.Tensor, list[dict[str, Any]]]:
+        """Input of block 0, and what each block is called with."""
         parts = self.architecture
         recorded: list[dict[str, Any]] = []
         inputs: list[torch.Tensor] = []
@@ -195,13 +210,11 @@ class Calls:
         setattr(parts.base, parts.blocks_name, stubs)
         setattr(parts.base, parts.norm_name, nn.Identity())
         try:
-            parts.base(input_ids=ids, use_cache=False)
+            parts.base(input_ids=ids, use_cache=False, **more)
         finally:
             setattr(parts.base, parts.blocks_name, parts.blocks)
             setattr(parts.base, parts.norm_name, parts.norm)
-        if not self.arguments:
-            self.arguments = recorded
-        return inputs[0]
+        return inputs[0], recorded
 
 
 class _Recorder(nn.Module):

@@ -15,7 +15,7 @@ from lazysched.schemas import Buffer, Dtype, Program
 
 _MADE_IN_STEP = {"outgoing"}
 _FP32 = {"accumulator", "norms", "loss", "scale", "totals"}
-_BYTES = {"saved", "fetched", "state"}
+_BYTES = {"saved", "fetched", "state", "arguments"}
 _OF_ONE_STEP = {"batch", "scale", "totals"}
 """Small host tensors that each step makes anew, so that its numbers can be read while the next one runs."""
 

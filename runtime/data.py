@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -188,6 +188,23 @@ def _checked_seed(seed: int) -> int:
     return seed
 
 
+Row = tuple[Example, ...]
+"""Whole examples that share one row of a batch."""
+
+
+def pack(examples: Iterable[Example], seq_len: int) -> tuple[Row, ...]:
+    """Fill rows of ``seq_len`` tokens with examples in their order; one that does not fit begins the next row."""
+    rows: list[list[Example]] = []
+    room = 0
+    for example in examples:
+        if len(example.input_ids) > room or not rows:
+            rows.append([])
+            room = seq_len
+        rows[-1].append(example)
+        room -= len(example.input_ids)
+    return tuple(map(tuple, rows))
+
+
 class Batches:
     """Batches of a run: rows stream through one shuffled epoch after another, a batch may span two.
 
@@ -199,51 +216,77 @@ class Batches:
         seq_len: tokens of a row, at least those of the longest example.
         seed: 0 or more; draws the order of each epoch.
         pad_id: fills rows up; None takes 0, as no pad is ever looked at.
+        packing: whether examples share rows. Which ones do is drawn once; epochs shuffle rows.
 
     Raises:
         UsageError: the seed is negative.
     """
 
-    def __init__(self, dataset: Dataset, batch_size: int, seq_len: int, seed: int, pad_id: int | None) -> None:
-        self._examples, self._batch_size, self._seq_len = dataset.examples, batch_size, seq_len
+    def __init__(
+        self, dataset: Dataset, batch_size: int, seq_len: int, seed: int, pad_id: int | None, *, packing: bool = False
+    ) -> None:
+        self._batch_size, self._seq_len, self._packing = batch_size, seq_len, packing
         self._seed, self._pad_id = _checked_seed(seed), pad_id
+        self._rows = _single(dataset.examples)
+        if packing:
+            # Three words, as in ``split``, and another last one.
+            order = np.random.default_rng([seed, 0, 2]).permutation(len(dataset.examples))
+            self._rows = pack((dataset.examples[index] for index in order), seq_len)
         # Only a memory of pure results: steps mostly ask for the same epoch, or two beside each other.
         self._order = functools.lru_cache(maxsize=2)(self._draw_order)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of an epoch."""
+        return len(self._rows)
 
     def batch(self, step: int) -> Batch:
         """The batch of ``step``, counted from 0."""
         first = step * self._batch_size
-        rows = [self._examples[self._index(position)] for position in range(first, first + self._batch_size)]
-        return _collate(rows, self._batch_size, self._seq_len, self._pad_id)
+        rows = [self._rows[self._index(position)] for position in range(first, first + self._batch_size)]
+        return _collate(rows, self._batch_size, self._seq_len, self._pad_id, self._packing)
 
     def num_steps(self, epochs: float) -> int:
         """Steps until every row was seen ``epochs`` times, at least one."""
         # Rounded, or 0.07 epochs of 100 rows would be 8 rows: the product is 7.000000000000001.
-        num_rows = round(epochs * len(self._examples), 6)
-        return max(1, math.ceil(num_rows / self._batch_size))
+        return max(1, math.ceil(round(epochs * self.num_rows, 6) / self._batch_size))
 
     def _index(self, position: int) -> int:
-        epoch, place = divmod(position, len(self._examples))
+        epoch, place = divmod(position, self.num_rows)
         return int(self._order(epoch)[place])
 
     def _draw_order(self, epoch: int) -> npt.NDArray[np.int64]:
-        return np.random.default_rng([self._seed, epoch]).permutation(len(self._examples))
+        return np.random.default_rng([self._seed, epoch]).permutation(self.num_rows)
 
 
-def evaluation_batches(dataset: Dataset, batch_size: int, seq_len: int, pad_id: int | None) -> Iterator[Batch]:
+def evaluation_batches(
+    dataset: Dataset, batch_size: int, seq_len: int, pad_id: int | None, *, packing: bool = False
+) -> Iterator[Batch]:
     """Each example once, in order; masked rows fill up the last batch. Arguments as for ``Batches``."""
-    for first in range(0, len(dataset.examples), batch_size):
-        yield _collate(dataset.examples[first : first + batch_size], batch_size, seq_len, pad_id)
+    rows = pack(dataset.examples, seq_len) if packing else _single(dataset.examples)
+    for first in range(0, len(rows), batch_size):
+        yield _collate(rows[first : first + batch_size], batch_size, seq_len, pad_id, packing)
 
 
-def _collate(examples: Sequence[Example], num_rows: int, seq_len: int, pad_id: int | None) -> Batch:
+def _single(examples: Iterable[Example]) -> tuple[Row, ...]:
+    return tuple((example,) for example in examples)
+
+
+def _collate(rows: Sequence[Row], num_rows: int, seq_len: int, pad_id: int | None, packing: bool) -> Batch:
     # Padding stands on the right: causal attention never looks there from a real token, and what the pads themselves
-    # compute has no target. So no attention mask is needed, and every batch has one shape.
+    # compute has no target. So no padding mask is needed, and every batch has one shape.
     input_ids = torch.full((num_rows, seq_len), 0 if pad_id is None else pad_id, dtype=torch.int64)
     targets = torch.full((num_rows, seq_len), IGNORED, dtype=torch.int64)
-    for row, example in enumerate(examples):
-        length = len(example.input_ids)
-        assert length <= seq_len, f"an example of {length} tokens in rows of {seq_len}"
-        input_ids[row, :length] = torch.from_numpy(example.input_ids)
-        targets[row, : length - 1] = torch.from_numpy(example.labels[1:])
-    return Batch(input_ids, targets, sum(example.num_trained_tokens for example in examples))
+    positions = torch.arange(seq_len).repeat(num_rows, 1)
+    for row, examples in enumerate(rows):
+        start = 0
+        for example in examples:
+            end = start + len(example.input_ids)
+            assert end <= seq_len, f"examples of {end} tokens in rows of {seq_len}"
+            input_ids[row, start:end] = torch.from_numpy(example.input_ids)
+            # The last token's target stays ignored: what follows is another example or padding.
+            targets[row, start : end - 1] = torch.from_numpy(example.labels[1:])
+            start = end
+            positions[row, start:] = torch.arange(seq_len - start)
+    num_trained = sum(example.num_trained_tokens for examples in rows for example in examples)
+    return Batch(input_ids, targets, num_trained, positions if packing else None)

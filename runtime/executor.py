@@ -8,6 +8,7 @@ from functools import partial
 
 import torch
 
+from lazysched.errors import UsageError
 from lazysched.layout import TOTAL_ELEMENTS, Layout
 from lazysched.lower import lower
 from lazysched.runtime.batch import Batch
@@ -95,7 +96,7 @@ class Executor:
     ) -> None:
         self._training = program
         self._evaluation = lower(plan, model.stages, training=False)
-        self._on_gpu = model.device.type == "cuda"
+        self._on_gpu, self._packing = model.device.type == "cuda", plan.packing
         self._norm_ranges = norm_ranges(model.stages)
         self._num_tensors = sum(len(stage.params) for stage in model.stages)
         self._operations = Operations(Layout(plan, model.stages), model, buffers, updates, settings, max_grad_norm)
@@ -131,6 +132,11 @@ class Executor:
             self._operations.forget()
 
     def _run(self, program: Program, batch: Batch, learning_rate: float, timed: Timed | None = None) -> StepResult:
+        if (batch.positions is not None) != self._packing:
+            raise UsageError(
+                f"batch: positions: {'missing, the plan packs' if self._packing else 'given, the plan does not pack'}; "
+                f"make batches as the plan says"
+            )
         if program is not self._last:
             self.drain()
             self._done.clear()

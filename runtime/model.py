@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ from lazysched.runtime.attention import attention
 from lazysched.runtime.blocks import BlockForm, BlockTemplate, EagerForm
 from lazysched.runtime.compiled import CompiledForm
 from lazysched.runtime.ends import Ends
+from lazysched.runtime.packed import example_positions
 from lazysched.runtime.skeleton import move_buffers
 from lazysched.schemas import BYTES_PER_ELEMENT, AttentionBackend, Dtype, SaveVariant, Stage
 
@@ -35,7 +36,7 @@ class Model:
 
     def __init__(
         self, config: PretrainedConfig, compute_dtype: Dtype, device: torch.device, *, micro_batch: int, seq_len: int,
-        attention_backend: AttentionBackend = "default",
+        attention_backend: AttentionBackend = "default", packing: bool = False,
     ) -> None:  # fmt: skip
         architecture = Architecture(config)
         self.dtype: torch.dtype = getattr(torch, compute_dtype)
@@ -44,7 +45,7 @@ class Model:
         self.stages = architecture.stages(compute_dtype)
         move_buffers(architecture.base, device)
         self.ends = Ends(architecture, device)
-        self.calls = self._record(architecture, micro_batch, seq_len)
+        self.calls = self._record(architecture, micro_batch, seq_len, packing)
         element_bytes = BYTES_PER_ELEMENT[compute_dtype]
         first = {stage.structure: architecture.module_of(stage) for stage in reversed(self.stages) if stage.is_block}
         self.templates = {
@@ -55,6 +56,10 @@ class Model:
         self.use_attention(attention_backend)
         self._joints: dict[str, JointGraph] = {}
         self._forms: dict[tuple[str, float | None, bool], BlockForm] = {}
+        self._argument_buffers: list[torch.Tensor] = []
+        self._arguments = [self.calls.arguments]
+        if packing:
+            self._pack_example(micro_batch, seq_len)
 
     def use_attention(self, backend: AttentionBackend) -> None:
         """Run and trace blocks with this kernel of torch's attention; forms built before keep theirs."""
@@ -62,15 +67,42 @@ class Model:
         for template in self.templates.values():
             template.attention = backend
 
-    def _record(self, architecture: Architecture, micro_batch: int, seq_len: int) -> Calls:
+    def _record(self, architecture: Architecture, micro_batch: int, seq_len: int, packing: bool) -> Calls:
         # Only row 0 is looked up, so one row that repeats stands for the whole matrix.
         for param, shape in zip(self.ends.embed_params, self.stages[0].params.values(), strict=True):
             param.data = torch.zeros(1, shape[-1], dtype=self.dtype, device=self.device).expand(shape)
-        return Calls(architecture, micro_batch, seq_len, self.device)
+        return Calls(architecture, micro_batch, seq_len, self.device, packing=packing)
 
-    def arguments(self, stage: Stage) -> dict[str, Any]:
-        """What the model passes to the block ``stage`` beside the hidden states."""
-        return self.calls.arguments[int(stage.id.removeprefix("block."))]
+    def _pack_example(self, micro_batch: int, seq_len: int) -> None:
+        """Arguments of some packed rows in a buffer of its own, to trace and to measure with."""
+        self.use_argument_buffers([torch.zeros(self.argument_bytes, dtype=torch.uint8, device=self.device)])
+        self.pack(0, example_positions(micro_batch, seq_len, self.device))
+
+    @property
+    def argument_bytes(self) -> int:
+        """What the arguments of one packed micro-batch take, 0 where rows hold one sample each."""
+        return self.calls.packed.num_bytes if self.calls.packed else 0
+
+    def use_argument_buffers(self, buffers: Sequence[torch.Tensor]) -> None:
+        """Where arguments of packed rows lie from now on: for each micro-batch [argument_bytes] uint8."""
+        assert self.calls.packed is not None
+        before, after = (
+            {buffer.untyped_storage().data_ptr() for buffer in each} for each in (self._argument_buffers, buffers)
+        )
+        for template in self.templates.values():
+            template.constants = (template.constants - before) | after  # what is freed may be anybody's next
+        self._argument_buffers = list(buffers)
+        self._arguments = [self.calls.packed.views(buffer) for buffer in buffers]
+
+    def pack(self, micro_batch: int, positions: torch.Tensor) -> None:
+        """Make the arguments of a micro-batch for ``positions`` [rows, tokens] int64, 0 where a sample begins."""
+        assert self.calls.packed is not None
+        self.calls.packed.fill(self._argument_buffers[micro_batch], positions)
+
+    def arguments(self, stage: Stage, micro_batch: int = 0) -> dict[str, Any]:
+        """What the model passes to the block ``stage`` beside the hidden states; the same to all unless packed."""
+        of_blocks = self._arguments[micro_batch if self.calls.packed else 0]
+        return of_blocks[int(stage.id.removeprefix("block."))]
 
     def form(self, stage: Stage, variant: SaveVariant) -> BlockForm:
         """The block ``stage`` in the form of ``variant``, built at its first use.

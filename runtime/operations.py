@@ -27,7 +27,7 @@ class StepContext:
     """What belongs to one step alone.
 
     Attributes:
-        batch: tokens and targets, stacked [2, rows, tokens] int64, page-locked on a GPU.
+        batch: tokens, targets and, packed, positions, stacked [2 or 3, rows, tokens] int64, page-locked on a GPU.
         loss_scale: 1 / trained tokens of the step.
         learning_rate: of the step.
         scale: where the coefficients and the factor arrive on the host, fp32 [15].
@@ -45,7 +45,8 @@ class StepContext:
     @classmethod
     def of(cls, batch: Batch, learning_rate: float, num_tensors: int, *, training: bool, pinned: bool) -> StepContext:
         """Context of one step on ``batch`` of a model of ``num_tensors`` weights; ``pinned`` where a GPU copies."""
-        stacked = torch.stack([batch.input_ids, batch.targets])
+        packed = [] if batch.positions is None else [batch.positions]
+        stacked = torch.stack([batch.input_ids, batch.targets, *packed])
         scale = torch.zeros(SCALE_ELEMENTS, pin_memory=pinned)
         totals = torch.zeros(TOTAL_ELEMENTS + num_tensors, pin_memory=pinned)
         stacked = stacked.pin_memory() if pinned else stacked
@@ -71,6 +72,8 @@ class Operations:
         self._edges: dict[int, Any] = {}
         self._outgoing: dict[str, list[torch.Tensor]] = {}
         self._norm_range = norm_ranges(layout.stages)
+        if self._plan.packing:
+            model.use_argument_buffers([buffers[f"gpu/arguments/{m}"] for m in range(self._plan.accumulation)])
         self._handlers = {
             "copy": self._copy, "forward": self._forward, "backward": self._backward, "loss": self._loss,
             "norm": self._norm, "accumulate": self._accumulate, "totals": self._totals, "scale": self._scale,
@@ -100,9 +103,9 @@ class Operations:
         return self._buffers[_only(buffers, "gpu/hidden/")].view(self._model.calls.hidden_shape)
 
     def _rows(self, index: int, micro_batch: int) -> torch.Tensor:
-        """Token ids (0) or targets (1) of a micro-batch, [rows, tokens]."""
+        """Token ids (0), targets (1) or positions (2) of a micro-batch, [rows, tokens]."""
         plan = self._plan
-        batch = self._buffers["gpu/batch"].view(2, plan.accumulation, plan.micro_batch, plan.seq_len)
+        batch = self._buffers["gpu/batch"].view(-1, plan.accumulation, plan.micro_batch, plan.seq_len)
         return batch[index, micro_batch]
 
     def _bound_form(self, op: Op, stage: Stage) -> BlockForm:
@@ -141,11 +144,13 @@ class Operations:
         stage, m = self._stage(op), op.micro_batch
         assert m is not None
         if not stage.is_block:
+            if self._plan.packing:
+                self._model.pack(m, self._rows(2, m))
             self._model.ends.bind_embed(self._buffers[_only(op.reads, "gpu/weights/")], stage)
             hidden, self._edges[m] = self._model.ends.embed(self._model.calls, self._rows(0, m))
             self._hidden(op.writes).copy_(hidden)
             return
-        form, arguments = self._bound_form(op, stage), self._model.arguments(stage)
+        form, arguments = self._bound_form(op, stage), self._model.arguments(stage, m)
         hidden, output = self._hidden(op.reads), self._hidden(op.writes)
         if context.training:
             self._keep(op, stage, m, form.forward(hidden, arguments, output))
@@ -208,7 +213,7 @@ class Operations:
             saved = self._restored(op, stage, m)
             form = self._bound_form(op, stage)
             form.backward(
-                saved, self._model.arguments(stage), output_grad, self._hidden(op.writes),
+                saved, self._model.arguments(stage, m), output_grad, self._hidden(op.writes),
                 self._views(op.writes[1], stage), first=m == 0,
             )  # fmt: skip
         else:

@@ -54,12 +54,17 @@ class Session:
         self.plan, self.config, self.device = plan, config, device
         self.model = Model(
             config, plan.compute_dtype, device, micro_batch=plan.micro_batch, seq_len=plan.seq_len,
-            attention_backend=plan.attention,
+            attention_backend=plan.attention, packing=plan.packing,
         )  # fmt: skip
         if self.model.model_id != plan.model_id:
             raise UsageError(
                 f"plan: model_id: solved for {plan.model_id}, the model is {self.model.model_id}; "
                 f"profile and solve for this model"
+            )
+        if self.model.argument_bytes != plan.argument_bytes:
+            raise UsageError(
+                f"plan: argument_bytes: {plan.argument_bytes}, packed rows take {self.model.argument_bytes} here; "
+                f"profile with --packing and solve again"
             )
         layout = Layout(plan, self.model.stages)
         _check_settings(plan, settings, max_grad_norm)

@@ -137,7 +137,12 @@ def train(
     _compare_hardware(plan, target, console)
     settings = AdamWSettings(adam_beta1, adam_beta2, adam_epsilon, weight_decay, seed)
     clip_norm = plan.update.clip_norm if max_grad_norm is None else (max_grad_norm or None)
-    batches = data_module.Batches(inputs.train, plan.batch_size, plan.seq_len, seed, inputs.pad_id)
+    batches = data_module.Batches(
+        inputs.train, plan.batch_size, plan.seq_len, seed, inputs.pad_id, packing=plan.packing
+    )
+    if plan.packing:
+        packed = f"{data}: packed into {batches.num_rows} rows of {plan.seq_len} tokens"
+        console.print(packed, highlight=False, markup=False, soft_wrap=True)
     num_steps = batches.num_steps(num_train_epochs) if max_steps is None else max_steps
     schedule = LearningRateSchedule(learning_rate, lr_scheduler_type, num_steps, warmup_ratio)
     traced = _traced_steps(trace, trace_steps, num_steps)
@@ -291,7 +296,9 @@ def _held_out_loss(session: Session, inputs: _Inputs) -> float | None:
     if inputs.held_out is None:
         return None
     plan = session.plan
-    batches = data_module.evaluation_batches(inputs.held_out, plan.batch_size, plan.seq_len, inputs.pad_id)
+    batches = data_module.evaluation_batches(
+        inputs.held_out, plan.batch_size, plan.seq_len, inputs.pad_id, packing=plan.packing
+    )
     return mean_loss(session.executor, batches)
 
 

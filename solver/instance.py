@@ -12,7 +12,14 @@ from functools import cached_property
 from typing import Literal
 
 from lazysched.errors import UsageError
-from lazysched.layout import MASTER_BYTES, SCALE_ELEMENTS, TOTAL_ELEMENTS, adding_bytes, gpu_update_working_bytes
+from lazysched.layout import (
+    MASTER_BYTES,
+    SCALE_ELEMENTS,
+    TOTAL_ELEMENTS,
+    adding_bytes,
+    batch_bytes,
+    gpu_update_working_bytes,
+)
 from lazysched.optimizer_state import FP32_STATE_ELEMENTS, state_bytes
 from lazysched.schemas import BYTES_PER_ELEMENT, Curve, Profile, SaveVariant, Stage, StateFormat, Tier, Update
 
@@ -150,14 +157,16 @@ class Instance:
 
     @cached_property
     def batch_gb(self) -> float:
-        """Tokens and targets of a step, int64."""
+        """Tokens, targets and, where rows are packed, positions of a step."""
         rows = self.candidate.micro_batch * self.candidate.accumulation
-        return 2 * 8 * rows * self.profile.seq_len / GB
+        return batch_bytes(rows, self.profile.seq_len, self.profile.packing) / GB
 
     @cached_property
     def gpu_constant_gb(self) -> float:
-        """Batch, loss, norms, what a step reports and accumulators."""
+        """Batch, arguments of packed rows, loss, norms, what a step reports and accumulators."""
         small = self.host_constant_gb + MASTER_BYTES * (self._num_tensors + 1) / GB
+        arguments_bytes = self.profile.argument_bytes.get(self.candidate.micro_batch, 0)
+        small += self.candidate.accumulation * arguments_bytes / GB
         if self.candidate.accumulation > 1:
             small += max(block.accumulator_gb for block in self.blocks)
         if self.tied:

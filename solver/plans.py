@@ -43,6 +43,8 @@ def make_plan(instance: Instance, choices: Choices, *, budget_bytes: Mapping[Tie
         hardware_id=profile.hardware_id,
         compute_dtype=profile.compute_dtype,
         attention=profile.attention,
+        packing=profile.packing,
+        argument_bytes=profile.argument_bytes.get(candidate.micro_batch, 0),
         context_bytes=profile.context_bytes,
         batch_size=candidate.micro_batch * candidate.accumulation,
         seq_len=profile.seq_len,

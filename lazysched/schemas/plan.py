@@ -105,6 +105,10 @@ class Plan(Document):
     """Tokens whose logits exist at once in the head."""
     attention: AttentionBackend = "default"
     """Kernel of torch's attention that the variants were measured with."""
+    packing: bool = False
+    """Whether a row holds several samples, which do not see each other."""
+    argument_bytes: int = Field(default=0, ge=0)
+    """GPU bytes of masks and position tables of a packed micro-batch; 0 without packing."""
     prefetch_depth: int = Field(default=1, ge=1)
     """How many stages ahead weights and saved tensors are fetched."""
     d2h_lag: int = Field(default=1, ge=0)
@@ -128,6 +132,11 @@ class Plan(Document):
         rows = self.micro_batch * self.accumulation * self.world_size
         if rows != self.batch_size:
             raise ValueError(f"batch_size must be micro_batch * accumulation * world_size = {rows}")
+        if self.packing != (self.argument_bytes > 0):
+            raise ValueError(
+                f"packing is {str(self.packing).lower()} and argument_bytes {self.argument_bytes}; profile with "
+                f"--packing and solve again, or set false and 0"
+            )
         for stage_id, choice in self.stages.items():
             if choice.state == "gpu" and choice.weights != "gpu":
                 raise ValueError(f"stages.{stage_id}: state on gpu needs weights on gpu")

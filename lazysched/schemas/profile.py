@@ -161,6 +161,10 @@ class Profile(Document):
     """Tokens whose logits exist at once in the head."""
     attention: AttentionBackend = "default"
     """Kernel of torch's attention that was fastest; all variants run with it."""
+    packing: bool = False
+    """Whether blocks were measured with rows of several samples, which do not see each other."""
+    argument_bytes: dict[Annotated[int, Field(ge=1)], Annotated[int, Field(ge=1)]] = Field(default_factory=dict)
+    """Micro-batch -> GPU bytes of the masks and position tables of its packed rows; empty without packing."""
     estimated: bool = False
     """Whether any figure was computed, not measured."""
     stages: list[Stage]
@@ -185,6 +189,15 @@ class Profile(Document):
     """Micro-batch -> what the GPU's allocator held beyond what it gave out, while some blocks ran in a row."""
     notes: dict[str, str] = Field(default_factory=dict)
     """Versions, device names, and what a reader should know."""
+
+    @model_validator(mode="after")
+    def _packed_sizes_are_known(self) -> Profile:
+        measured = {size for by_size in self.variants.values() for size in by_size}
+        missing = measured - set(self.argument_bytes) if self.packing else set(self.argument_bytes)
+        if missing:
+            state = "missing" if self.packing else "given without packing"
+            raise ValueError(f"argument_bytes of micro-batch {min(missing)}: {state}; profile again")
+        return self
 
     def doubts(self) -> list[str]:
         """What a user should know before trusting the figures, one line each; empty when all went as wanted."""

@@ -45,6 +45,8 @@ class Recording(Document):
     """Rows that went through a stage at once."""
     loss_chunk_tokens: int = Field(ge=1)
     """Tokens whose logits exist at once in the head."""
+    packing: bool = False
+    """Whether rows held several samples."""
     both_ways: bool
     """Whether host and GPU copied both ways at once."""
     steps: list[int]

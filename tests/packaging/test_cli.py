@@ -89,6 +89,7 @@ def refused(capsys: pytest.CaptureFixture[str], arguments: list[str], exit_code:
         (["profile", "--from-run", ".", "-o", "p.json"], "--profile: missing"),
         (["profile", "model", "--from-run", ".", "--profile", "profile.json", "-o", "p.json"], "MODEL: means nothing"),
         (["profile", "--seq-len", "8", "--from-run", ".", "--profile", "profile.json", "-o", "p"], "--seq-len: means"),
+        (["profile", "--packing", "--from-run", ".", "--profile", "profile.json", "-o", "p"], "--packing: means"),
         (["profile", "--from-run", "out", "--profile", "profile.json", "-o", "p.json"], "out: no such folder"),
         (["profile", "--from-run", ".", "--profile", "profile.json", "-o", "p.json"], "has no measured_ops.json"),
         (["profile", "--from-run", ".", "--profile", "plan.json", "-o", "p.json"], "is a plan, not a profile"),
@@ -180,7 +181,7 @@ def test_profile_passes_every_micro_batch_and_writes(in_tmp: Path, monkeypatch: 
     assert measure.positional == ("model",)
     assert measure == {
         "device": "cpu", "dtype": None, "seq_len": 1024, "micro_batches": [2, 8], "storage_dir": None,
-        "compiled": None,
+        "compiled": None, "packing": False,
     }  # fmt: skip
     assert Profile.load("new.yaml") == PROFILE
 

@@ -38,7 +38,9 @@ def gemma3() -> PretrainedConfig:
     )  # fmt: skip
 
 
-def run(config: PretrainedConfig, folder: Path, device: str = "cpu", compiled: bool | None = False) -> Profile:
+def run(
+    config: PretrainedConfig, folder: Path, device: str = "cpu", compiled: bool | None = False, packing: bool = False
+) -> Profile:
     config.save_pretrained(folder)
     with pytest.MonkeyPatch.context() as patch:
         for room, name, value in (
@@ -47,7 +49,7 @@ def run(config: PretrainedConfig, folder: Path, device: str = "cpu", compiled: b
             patch.setattr(room, name, value)
         return profile(
             str(folder / "config.json"), device=device, seq_len=SEQ_LEN, micro_batches=MICRO_BATCHES,
-            loss_chunk_tokens=CHUNK_TOKENS, repeats=2, compiled=compiled,
+            loss_chunk_tokens=CHUNK_TOKENS, repeats=2, compiled=compiled, packing=packing,
         )  # fmt: skip
 
 
@@ -101,6 +103,30 @@ def test_saved_bytes_are_those_that_the_runtime_keeps(config: PretrainedConfig, 
         assert {key: variant.saved for key, variant in variants.items()} == {
             key: variant.saved for key, variant in kept.items()
         }
+
+
+def test_packed_rows(tiny_profile: Profile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, pack = [], Model.pack
+
+    def counted(model: Model, micro_batch: int, positions: torch.Tensor) -> None:
+        made.append(micro_batch)
+        pack(model, micro_batch, positions)
+
+    monkeypatch.setattr(Model, "pack", counted)
+    config = llama(tied=True)
+    found = run(config, tmp_path, packing=True)
+    assert found.packing
+    assert not tiny_profile.packing
+    assert tiny_profile.argument_bytes == {}
+    for micro_batch in MICRO_BATCHES:
+        model = Model(config, "float32", CPU, micro_batch=micro_batch, seq_len=SEQ_LEN, packing=True)
+        assert found.argument_bytes[micro_batch] == model.argument_bytes > 0
+        kept = variants_of(model, micro_batch, SEQ_LEN)
+        assert {key: variant.saved for key, variant in embedded_variants(found, micro_batch).items()} == {
+            key: variant.saved for key, variant in kept.items()
+        }
+    # Once as each model is made, then in each forward of the embedding that is measured.
+    assert len(made) >= 4 * len(MICRO_BATCHES)
 
 
 def test_working_bytes_hold_what_must_be_there(tiny_profile: Profile) -> None:

@@ -38,7 +38,9 @@ class ReferenceLoop:
         self.optimizer.zero_grad(set_to_none=True)
         rows = zip(batch.input_ids.split(self.micro_batch), batch.targets.split(self.micro_batch), strict=True)
         for index, (ids, targets) in enumerate(rows):
-            hidden = self.model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+            first = index * self.micro_batch
+            positions = None if batch.positions is None else batch.positions[first : first + self.micro_batch]
+            hidden = self.model.base_model(input_ids=ids, position_ids=positions, use_cache=False).last_hidden_state
             flat = hidden.detach().flatten(0, -2)
             parts, micro_loss = [], torch.zeros(())
             for part, target in zip(

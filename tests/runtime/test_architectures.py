@@ -6,6 +6,7 @@ most ``ERROR_RATIO`` times as far from it as those of transformers in fp32.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -49,6 +50,8 @@ SMALL: dict[str, Any] = {
     "bos_token_id": 1, "eos_token_id": 2, "initializer_range": 0.2,
 }  # fmt: skip
 MIXED = ["sliding_attention", "full_attention"] * 2
+Gradients = Callable[[PreTrainedModel, Batch], tuple[float, dict[str, torch.Tensor]]]
+"""Loss and gradients of a model."""
 CONFIGS: dict[str, PretrainedConfig] = {
     "llama": LlamaConfig(**SMALL),
     "llama with biases": LlamaConfig(**SMALL, attention_bias=True, mlp_bias=True, tie_word_embeddings=True),
@@ -94,12 +97,14 @@ def gradients_of_transformers(model: PreTrainedModel, batch: Batch) -> tuple[flo
     return float(loss.detach()), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
-def worst_error(config: PretrainedConfig, plan: Plan) -> float:
+def worst_error(
+    config: PretrainedConfig, plan: Plan, batch: Batch | None = None, gradients: Gradients = gradients_of_transformers
+) -> float:
     """Largest error of a streamed gradient over that of transformers' own in fp32; losses are held together too."""
-    batch = uneven_batch(plan.batch_size, SEQ_LEN, config.vocab_size, seed=3)
+    batch = batch or uneven_batch(plan.batch_size, SEQ_LEN, config.vocab_size, seed=3)
     source = model_of(config, torch.float32)
-    loss, theirs = gradients_of_transformers(source, batch)
-    exact_loss, exact = gradients_of_transformers(model_of(config, torch.float64), batch)
+    loss, theirs = gradients(source, batch)
+    exact_loss, exact = gradients(model_of(config, torch.float64), batch)
     settings, worst = AdamWSettings(), 0.0
     with Session(plan, config, CPU, settings=settings, max_grad_norm=1.0, host_limit_bytes=10**9) as session:
         weights = dict(source.named_parameters())

@@ -25,7 +25,7 @@ from lazysched.runtime.stage_updates import AdamWSettings
 from lazysched.schemas import Plan, SaveVariant, Stage, StagePlan, variant_key
 from tests.lowering.plans import NOT_TIMED, end_variants, plans
 from tests.runtime.test_architectures import CONFIGS, ERROR_RATIO, plan_of, worst_error
-from tests.runtime.tiny import CPU, SEQ_LEN, llama, uneven_batch
+from tests.runtime.tiny import CPU, SEQ_LEN, llama, packed_batch, packing, uneven_batch
 
 MICRO_BATCH, CHUNK_TOKENS = 2, 12
 LEARNING_RATES = [1e-2, 5e-3]
@@ -47,12 +47,12 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
 
 _trace, _split = Model.joint_graph, graphs.JointGraph.split
-_traced: dict[tuple[str, str], graphs.JointGraph] = {}
+_traced: dict[tuple[str, str, bool], graphs.JointGraph] = {}
 
 
 def joint_graph(model: Model, stage: Stage) -> graphs.JointGraph:
     """Traced once for all models of one architecture, and split once at each budget: both take a second."""
-    key = (model.model_id, stage.structure)
+    key = (model.model_id, stage.structure, model.argument_bytes > 0)
     if key not in _traced:
         _traced[key] = _trace(model, stage)
         _traced[key].split = cache(partial(_split, _traced[key]))  # type: ignore[method-assign]
@@ -81,22 +81,23 @@ def variant(wanted: Wanted, input_bytes: int) -> SaveVariant:
 
 
 @cache
-def tiny(tied: bool) -> tuple[Model, dict[str, SaveVariant]]:
-    model = Model(llama(tied), "float32", CPU, micro_batch=MICRO_BATCH, seq_len=SEQ_LEN)
+def tiny(tied: bool, packed: bool = False) -> tuple[Model, dict[str, SaveVariant]]:
+    model = Model(llama(tied), "float32", CPU, micro_batch=MICRO_BATCH, seq_len=SEQ_LEN, packing=packed)
     return model, compiled_variants(model)
 
 
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[Plan, bool]:
-    tied, accumulation = draw(st.booleans()), draw(st.sampled_from([1, 3]))
-    model, variants = tiny(tied)
+    tied, packed, accumulation = draw(st.booleans()), draw(st.booleans()), draw(st.sampled_from([1, 3]))
+    model, variants = tiny(tied, packed)
     plan = draw(
         plans(
             model.stages, variants, micro_batch=MICRO_BATCH, accumulation=accumulation, seq_len=SEQ_LEN,
             loss_chunk_tokens=CHUNK_TOKENS, formats=("fp32",),
         )
     )  # fmt: skip
-    return plan.model_copy(update={"model_id": model.model_id}), tied
+    plan = plan.model_copy(update={"model_id": model.model_id})
+    return packing(plan, model) if packed else plan, tied
 
 
 def outcome(plan: Plan, config: PretrainedConfig, steps: int = 2) -> list[Any]:
@@ -105,7 +106,7 @@ def outcome(plan: Plan, config: PretrainedConfig, steps: int = 2) -> list[Any]:
         session.initialise(seed=0)
         found: list[Any] = []
         for step in range(steps):
-            batch = uneven_batch(plan.batch_size, SEQ_LEN, config.vocab_size, seed=step)
+            batch = (packed_batch if plan.packing else uneven_batch)(plan.batch_size, SEQ_LEN, config.vocab_size, step)
             result = session.executor.step(batch, LEARNING_RATES[step % 2])
             found += [result.loss, result.grad_norm]
         session.executor.drain()

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from lazysched.runtime.data import (
     Example,
     check_vocabulary,
     evaluation_batches,
+    pack,
     split,
 )
 from tests.runtime import tiny_tokenizers as tiny
@@ -97,6 +99,76 @@ class TestBatches:
     def test_refuses_a_negative_seed(self) -> None:
         with pytest.raises(UsageError, match="seed: -1 is negative"):
             Batches(dataset_of(3), 1, SEQ_LEN, -1, 0)
+
+
+def samples_of(batch: Batch) -> list[tuple[list[int], list[int]]]:
+    """Tokens and targets of every sample and every padding, row by row, as positions tell them apart."""
+    assert batch.positions is not None
+    found = []
+    for ids, targets, positions in zip(
+        batch.input_ids.tolist(), batch.targets.tolist(), batch.positions.tolist(), strict=True
+    ):
+        starts = [index for index, position in enumerate(positions) if position == 0]
+        for start, end in zip(starts, [*starts[1:], len(ids)], strict=True):
+            assert positions[start:end] == list(range(end - start))
+            found.append((ids[start:end], targets[start:end]))
+    return found
+
+
+class TestPacking:
+    @settings(deadline=None)
+    @given(num=st.integers(1, 23), size=st.integers(1, 5), seq_len=st.integers(6, 20), seed=st.integers(0, 99))
+    def test_an_epoch_has_every_sample_whole_and_alone(self, num: int, size: int, seq_len: int, seed: int) -> None:
+        dataset = dataset_of(num)
+        batches = Batches(dataset, size, seq_len, seed, 0, packing=True)
+        rows_left = batches.num_rows
+        found, trained = [], 0
+        for step in range(batches.num_steps(1)):
+            batch = batches.batch(step)
+            assert batch.num_trained_tokens == int((batch.targets != -100).sum())
+            assert batch.positions is not None
+            rows = slice(min(size, rows_left))  # the rest of the last batch is the next epoch's
+            batch = Batch(batch.input_ids[rows], batch.targets[rows], 0, batch.positions[rows])
+            rows_left -= size
+            trained += int((batch.targets != -100).sum())
+            found += [sample for sample in samples_of(batch) if sample[0][0] >= 100]
+        expected = [(e.input_ids.tolist(), [*e.labels.tolist()[1:], -100]) for e in dataset.examples]
+        assert sorted(found) == sorted(expected)
+        assert trained == sum(example.num_trained_tokens for example in dataset.examples)
+
+    @settings(deadline=None)
+    @given(num=st.integers(1, 23), seq_len=st.integers(6, 20))
+    def test_rows_are_filled_in_order(self, num: int, seq_len: int) -> None:
+        examples = dataset_of(num).examples
+        rows = pack(examples, seq_len)
+        assert [example for row in rows for example in row] == list(examples)
+        lengths = [[len(example.input_ids) for example in row] for row in rows]
+        assert all(sum(row) <= seq_len for row in lengths)
+        assert all(sum(row) + after[0] > seq_len for row, after in itertools.pairwise(lengths))
+
+    def test_padding_is_a_sample_of_its_own(self) -> None:
+        batch = Batches(dataset_of(2), 1, 9, 0, 5, packing=True).batch(0)
+        assert batch.positions is not None
+        assert sorted(batch.positions[0].tolist()[:5]) == [0, 0, 1, 1, 2]
+        assert batch.positions[0].tolist()[5:] == [0, 1, 2, 3]
+        assert batch.input_ids[0].tolist()[5:] == [5] * 4
+        assert batch.targets[0].tolist()[5:] == [-100] * 4
+
+    def test_a_batch_depends_on_its_step_alone(self) -> None:
+        steps = [Batches(dataset_of(20), 2, 12, 3, 0, packing=True).batch(step) for step in (7, 2)]
+        again = Batches(dataset_of(20), 2, 12, 3, 0, packing=True)
+        assert same(again.batch(2), steps[1])
+        assert same(again.batch(7), steps[0])
+        assert not same(again.batch(7), Batches(dataset_of(20), 2, 12, 4, 0, packing=True).batch(7))
+
+    @settings(deadline=None)
+    @given(num=st.integers(1, 23), size=st.integers(1, 5))
+    def test_each_sample_is_evaluated_once_in_order(self, num: int, size: int) -> None:
+        dataset = dataset_of(num)
+        batches = list(evaluation_batches(dataset, size, 12, 0, packing=True))
+        assert {tuple(batch.input_ids.shape) for batch in batches} == {(size, 12)}
+        found = [ids for batch in batches for ids, _ in samples_of(batch) if ids[0] >= 100]
+        assert found == [example.input_ids.tolist() for example in dataset.examples]
 
 
 class TestHeldOut:

@@ -14,10 +14,10 @@ from lazysched.runtime.batch import Batch
 from lazysched.runtime.model import Model
 from lazysched.runtime.session import Session
 from lazysched.runtime.stage_updates import AdamWSettings
-from lazysched.schemas import Plan, SaveVariant, StateFormat
+from lazysched.schemas import Dtype, Plan, SaveVariant, StateFormat
 from tests.lowering.plans import plans
 from tests.runtime.reference import Hybrid8Loop, ReferenceLoop
-from tests.runtime.tiny import CPU, SEQ_LEN, llama, uneven_batch, variants_of
+from tests.runtime.tiny import CPU, SEQ_LEN, llama, packed_batch, packing, uneven_batch, variants_of
 
 MICRO_BATCH, CHUNK_TOKENS, STEPS, DECAY, SEED = 2, 12, 3, 0.1, 5
 LEARNING_RATES = [1e-2, 5e-3, 1e-3]
@@ -30,14 +30,16 @@ def reference_model(config: PretrainedConfig) -> PreTrainedModel:
     return AutoModelForCausalLM.from_config(config)  # type: ignore[no-any-return]
 
 
-def batches(accumulation: int, vocabulary: int) -> list[Batch]:
+def batches(accumulation: int, vocabulary: int, packed: bool) -> list[Batch]:
     rows = MICRO_BATCH * accumulation
+    if packed:
+        return [packed_batch(rows, SEQ_LEN, vocabulary, seed) for seed in range(STEPS)]
     return [uneven_batch(rows, SEQ_LEN, vocabulary, seed, masked_rows=seed % 2) for seed in range(STEPS)]
 
 
 @cache
 def expected(
-    tied: bool, accumulation: int, clip_norm: float | None, state_format: StateFormat
+    tied: bool, accumulation: int, clip_norm: float | None, state_format: StateFormat, packed: bool
 ) -> tuple[list[tuple[float, float]], dict, dict]:
     config = llama(tied)
     model = reference_model(config)
@@ -49,7 +51,7 @@ def expected(
         if state_format == "fp32"
         else Hybrid8Loop(model, **common, fp32_elements=FP32_ELEMENTS, seed=SEED)
     )
-    data = batches(accumulation, config.vocab_size)
+    data = batches(accumulation, config.vocab_size, packed)
     numbers = [loop.step(batch, rate) for batch, rate in zip(data, LEARNING_RATES, strict=True)]
     weights = {name: p.detach().clone() for name, p in model.named_parameters()}
     loop.gradients(data[0])
@@ -57,16 +59,18 @@ def expected(
 
 
 @cache
-def tiny_model(tied: bool, compute_dtype: str = "float32") -> tuple[Model, dict[str, SaveVariant]]:
-    model = Model(llama(tied), compute_dtype, CPU, micro_batch=MICRO_BATCH, seq_len=SEQ_LEN)  # type: ignore[arg-type]
+def tiny_model(tied: bool, dtype: Dtype = "float32", packed: bool = False) -> tuple[Model, dict[str, SaveVariant]]:
+    model = Model(llama(tied), dtype, CPU, micro_batch=MICRO_BATCH, seq_len=SEQ_LEN, packing=packed)
     return model, variants_of(model, MICRO_BATCH, SEQ_LEN)
 
 
 @st.composite
-def cases(draw: st.DrawFn, *formats: StateFormat, compute_dtype: str = "float32") -> tuple[Plan, bool, float | None]:
+def cases(
+    draw: st.DrawFn, *formats: StateFormat, compute_dtype: Dtype = "float32", packed: bool = False
+) -> tuple[Plan, bool, float | None]:
     tied, accumulation = draw(st.booleans()), draw(st.sampled_from([1, 4]))
     clip_norm = draw(st.sampled_from([0.5, 100.0, None]))
-    model, variants = tiny_model(tied, compute_dtype)
+    model, variants = tiny_model(tied, compute_dtype, packed)
     plan = draw(
         plans(
             model.stages, variants, micro_batch=MICRO_BATCH, accumulation=accumulation, seq_len=SEQ_LEN,
@@ -74,7 +78,8 @@ def cases(draw: st.DrawFn, *formats: StateFormat, compute_dtype: str = "float32"
             fp32_state_elements=FP32_ELEMENTS,
         )
     )  # fmt: skip
-    return plan.model_copy(update={"model_id": model.model_id}), tied, clip_norm
+    plan = plan.model_copy(update={"model_id": model.model_id})
+    return packing(plan, model) if packed else plan, tied, clip_norm
 
 
 def open_session(plan: Plan, config: PretrainedConfig, clip_norm: float | None) -> Session:
@@ -86,9 +91,9 @@ def open_session(plan: Plan, config: PretrainedConfig, clip_norm: float | None) 
 
 
 def check(plan: Plan, tied: bool, clip_norm: float | None, state_format: StateFormat) -> None:
-    numbers, weights, grads = expected(tied, plan.accumulation, clip_norm, state_format)
+    numbers, weights, grads = expected(tied, plan.accumulation, clip_norm, state_format, plan.packing)
     config = llama(tied)
-    data = batches(plan.accumulation, config.vocab_size)
+    data = batches(plan.accumulation, config.vocab_size, plan.packing)
     with open_session(plan, config, clip_norm) as session:
         for batch, rate, (loss, norm) in zip(data, LEARNING_RATES, numbers, strict=True):
             result = session.executor.step(batch, rate)
@@ -112,6 +117,13 @@ def test_random_plans(case: tuple[Plan, bool, float | None]) -> None:
 @settings(max_examples=600, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(cases("fp32"))
 def test_many_random_plans(case: tuple[Plan, bool, float | None]) -> None:
+    check(*case, "fp32")
+
+
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(cases("fp32", packed=True))
+def test_random_plans_with_packed_rows(case: tuple[Plan, bool, float | None]) -> None:
+    """The reference gives transformers' own forward the positions."""
     check(*case, "fp32")
 
 
@@ -141,7 +153,9 @@ def outcome(plan: Plan, tied: bool, clip_norm: float | None) -> list[object]:
     with open_session(plan, config, clip_norm) as session:
         results = [
             session.executor.step(batch, rate)
-            for batch, rate in zip(batches(plan.accumulation, config.vocab_size), LEARNING_RATES, strict=True)
+            for batch, rate in zip(
+                batches(plan.accumulation, config.vocab_size, plan.packing), LEARNING_RATES, strict=True
+            )
         ]
         session.executor.drain()
         kept: list[object] = [(result.loss, result.grad_norm) for result in results]

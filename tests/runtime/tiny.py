@@ -11,7 +11,7 @@ from lazysched.runtime.batch import Batch
 from lazysched.runtime.blocks import EagerForm
 from lazysched.runtime.flat import aligned
 from lazysched.runtime.model import Model
-from lazysched.schemas import SaveVariant
+from lazysched.schemas import Plan, SaveVariant
 from tests.lowering.plans import end_variants, variants_for
 
 CPU = torch.device("cpu")
@@ -42,6 +42,29 @@ def variants_of(model: Model, micro_batch: int, seq_len: int) -> dict[str, SaveV
         input_bytes = aligned(hidden.numel() * hidden.element_size())
         variants |= variants_for(stage.structure, input_bytes, saved.kept.intermediate_bytes)
     return variants
+
+
+def packed_batch(rows: int, seq_len: int, vocabulary: int, seed: int) -> Batch:
+    """Rows of at least two samples of at least 2 tokens, some padded; all but first tokens are learned."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.zeros(rows, seq_len, dtype=torch.int64)
+    targets, positions = torch.full_like(ids, -100), torch.zeros_like(ids)
+    for row in range(rows):
+        start = 0
+        while seq_len - start >= 2:
+            length = int(torch.randint(2, max(3, min(seq_len - start, seq_len - 3) + 1), (1,), generator=generator))
+            end = start + length
+            ids[row, start:end] = torch.randint(3, vocabulary, (length,), generator=generator)
+            targets[row, start : end - 1] = ids[row, start + 1 : end]
+            positions[row, start:] = torch.arange(seq_len - start)
+            start = end
+        positions[row, start:] = torch.arange(seq_len - start)
+    return Batch(ids, targets, int((targets != -100).sum()), positions)
+
+
+def packing(plan: Plan, model: Model) -> Plan:
+    """The same plan for rows of several samples."""
+    return plan.model_copy(update={"packing": True, "argument_bytes": model.argument_bytes})
 
 
 def uneven_batch(rows: int, seq_len: int, vocabulary: int, seed: int, masked_rows: int = 0) -> Batch:

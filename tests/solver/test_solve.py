@@ -60,6 +60,21 @@ def every_plan(
     return result
 
 
+def test_masks_and_positions_of_packed_rows_are_in_the_peak() -> None:
+    flat = tiny_profile(micro_batches=(2,))
+    packed = flat.model_copy(update={"packing": True, "argument_bytes": {2: 3 * MB}})
+    plans = [solved(profile, 1000 * MB, batch_size=6).plan for profile in (flat, packed)]
+    assert [(plan.packing, plan.argument_bytes) for plan in plans] == [(False, 0), (True, 3 * MB)]
+    assert plans[0].stages == plans[1].stages
+    peaks = [plan.predicted.peak_bytes for plan in plans if plan.predicted]
+    positions_bytes = 8 * 6 * flat.seq_len
+    # Three micro-batches, each with arguments of its own.
+    assert peaks[1]["gpu"] - peaks[0]["gpu"] == 3 * 3 * MB + positions_bytes
+    assert peaks[1]["host"] - peaks[0]["host"] == positions_bytes
+    constants = [Instance(p, Candidate(2, 3), "hybrid8", EXACT).gpu_constant_gb for p in (flat, packed)]
+    assert constants[1] - constants[0] == pytest.approx((3 * 3 * MB + positions_bytes) / 1e9)
+
+
 class TestBruteForce:
     @pytest.mark.parametrize("tied", [False, True])
     @pytest.mark.parametrize(("update", "cpu_params_per_s"), [(EXACT, 100e6), (EXACT, 20e6), (EARLY, 20e6)])
