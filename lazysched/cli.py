@@ -113,6 +113,10 @@ def profile(
             "--compile/--no-compile", help="Compile blocks and loss. [on a GPU: --compile]", show_default=False
         ),
     ] = None,
+    pin_limit: Annotated[
+        str | None,
+        typer.Option(help="Most host memory that can be page-locked, as 16GB. [no limit unless one is met]"),
+    ] = None,
     from_run: Annotated[
         Path | None, typer.Option(metavar="RUN_DIR", help="Measure nothing; refine --profile by what a run took.")
     ] = None,
@@ -128,6 +132,7 @@ def profile(
         return
     if model is None:
         raise UsageError("MODEL: missing; name a model, or a run with --from-run and --profile")
+    pin_limit_bytes = None if pin_limit is None else parse_bytes(pin_limit, "--pin-limit")
     from lazysched.profiles.measure import profile as measure
 
     measured = measure(
@@ -138,6 +143,7 @@ def profile(
         micro_batches=micro_batch or [1, 2, 4],
         storage_dir=None if storage is None else str(storage),
         compiled=compiled,
+        pin_limit_bytes=pin_limit_bytes,
     )
     measured.save(output)
     for warning in measured.doubts():
@@ -151,7 +157,7 @@ def _refine_profile(context: typer.Context, from_run: Path | None, profile_file:
         raise UsageError("--from-run: missing; --profile names what a run refines, name the run's --output-dir too")
     if profile_file is None:
         raise UsageError("--profile: missing; --from-run refines a profile, name the one that the plan was solved from")
-    for name in ("model", "device", "dtype", "seq_len", "micro_batch", "storage"):
+    for name in ("model", "device", "dtype", "seq_len", "micro_batch", "storage", "pin_limit"):
         source = context.get_parameter_source(name)
         if source is not None and source.name == "COMMANDLINE":
             shown = "MODEL" if name == "model" else f"--{name.replace('_', '-')}"

@@ -111,10 +111,9 @@ class CudaEngines:
     def _wait_and_issue(
         self, engine: Engine, work: Callable[[], None], after: Sequence[Done], signal: bool
     ) -> torch.cuda.Event | None:
-        """Issue a copy when nothing is left to wait for: inside the driver it would wait with what others need locked.
+        """Issue a copy when nothing is left to wait for, so that it does not wait inside the driver, in others' way.
 
-        What reads the copy waits for the event behind it, as for any other: to the host the call returns when the bytes
-        are there, but from the host already when they have left.
+        Whether the call returns before the bytes have arrived is up to the driver; the event behind it tells.
         """
         wait_for(*after)
         return self._issue(engine, work, (), signal)

@@ -357,11 +357,12 @@ def host_memories(profile: Profile, host_bytes: int) -> tuple[HostMemory, ...]:
         host_bytes: the budget.
     """
     limit_bytes = profile.pin_limit_bytes
-    if limit_bytes is None or limit_bytes >= host_bytes:
+    if limit_bytes is None:
         return ("pinned",)
     # A limit below what the profiler locks leaves it without figures for page-locked memory.
-    measured = all(profile.links[link].points for link in DIRECTIONS if link in profile.links)
-    return ("pinned", "pageable") if measured else ("pageable",)
+    if not all(profile.links[link].points for link in DIRECTIONS if link in profile.links):
+        return ("pageable",)
+    return ("pinned",) if limit_bytes >= host_bytes else ("pinned", "pageable")
 
 
 def check_profile(profile: Profile, state_format: StateFormat, memories: Sequence[HostMemory]) -> None:
