@@ -107,7 +107,7 @@ def test_memory_rows_and_quick_bound_leave_out_what_exceeds_the_limit() -> None:
 
 @settings(max_examples=8, deadline=None)
 @given(limit=st.integers(0, 120), gpu=st.integers(40, 150), host=st.integers(30, 200))
-def test_plans_keep_the_limit_and_are_never_slower_for_a_higher_one(limit: int, gpu: int, host: int) -> None:
+def test_plans_keep_the_limit_and_are_never_faster_than_without_one(limit: int, gpu: int, host: int) -> None:
     """Nor is any infeasible that fits without a limit."""
     try:
         free = solved(limited(None, num_blocks=3), gpu * MB, host * MB)
