@@ -1,7 +1,7 @@
 """How much host memory can be page-locked.
 
-No limit of the system tells: the driver locks pages by rules of its own, and those of a virtual machine come on top.
-What can be known is what was stated and what was tried.
+What is known is what was stated and what was tried. Limits of the system, as of ``ulimit -l``, are not read: whether
+the driver goes by them is not.
 """
 
 from __future__ import annotations

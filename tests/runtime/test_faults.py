@@ -154,6 +154,12 @@ def test_a_step_that_breaks_while_the_worker_waits_does_not_hang(
     assert trained() == before
 
 
+def test_reading_a_number_that_never_came_raises_what_kept_it(worker: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    fail_in(monkeypatch, "totals/copy", explode)
+    with make_session() as broken, pytest.raises(Broken):
+        _ = broken.executor.step(uneven_batch(2, SEQ_LEN, VOCABULARY, 0), 1e-2).loss
+
+
 # ---- the command line
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
 from functools import cache
 from typing import NamedTuple
@@ -80,7 +81,13 @@ def test_no_plan_within_the_limit_or_without_page_locking_is_faster(pageable_byt
     ):
         allowed = [f for f in everything if f.gpu_bytes <= gpu_bytes and (f.pinned_bytes <= limit)]
         best_s = min(f.step_s for f in allowed)
-        solution = solved(limited(limit, pageable_bytes_per_s=pageable_bytes_per_s), gpu_bytes)
+        pinned_s = min((f.step_s for f in allowed if f.memory == "pinned"), default=math.inf)
+        profile = limited(limit, pageable_bytes_per_s=pageable_bytes_per_s)
+        budgets = Budgets(gpu_bytes / 1e9, 1.0, limit / 1e9)
+        candidates = [Candidate(1, 1, offload_limit_bytes=size) for size in offload_limits(profile, 1)]
+        instances = [Instance(profile, candidate, "hybrid8", Update()) for candidate in candidates]
+        assert min(count_bound_s(instance, budgets, 2) for instance in instances) <= pinned_s * (1 + 1e-9)
+        solution = solved(profile, gpu_bytes)
         assert solution.timeline.step_s <= best_s * (1 + GAP), (gpu_bytes, limit)
         assert solution.timeline.pinned_bytes <= limit
         assert (solution.timeline.pinned_bytes == 0) == (solution.plan.host_memory == "pageable")
@@ -101,8 +108,10 @@ def test_memory_rows_and_quick_bound_leave_out_what_exceeds_the_limit() -> None:
                 placement.problem += placement.problem.variablesDict()[name] == value
             outcome = placement.solve(gap=GAP, time_limit_s=10, seed=0)
             assert outcome.has_solution == (spare_bytes > 0)
-    instance, _ = next(every_choice(profile, 1, "pinned"))
-    assert count_bound_s(instance, Budgets(0.060, 1.0, 0.0), 2) == float("inf")
+    instance = Instance(profile, Candidate(1, 1), "hybrid8", Update())
+    bounds_s = [count_bound_s(instance, Budgets(0.050, 1.0, limit_gb), 2) for limit_gb in (1.0, 0.02, 0.004, 0.0)]
+    assert bounds_s == sorted(set(bounds_s))
+    assert bounds_s[-1] == math.inf
 
 
 @settings(max_examples=8, deadline=None)
@@ -149,5 +158,6 @@ def test_the_report_says_why_host_memory_is_not_page_locked(limit: int, locked: 
     with console.capture() as capture:
         print_solution(solved(profile, least + MB), profile, console)
     text = capture.get()
-    assert ("host memory: pageable, because only 0 B can be page-locked" in text) == (limit == 0)
+    assert ("host memory: pageable" in text) == (limit == 0)
+    assert ("because only 0 B can be page-locked" in text) == (limit == 0)
     assert locked in text
