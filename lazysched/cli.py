@@ -116,6 +116,10 @@ def profile(
     packing: Annotated[
         bool, typer.Option("--packing", help="Rows hold several samples, which do not see each other.")
     ] = False,
+    pin_limit: Annotated[
+        str | None,
+        typer.Option(help="Most host memory that can be page-locked, as 16GB. [no limit unless one is met]"),
+    ] = None,
     from_run: Annotated[
         Path | None, typer.Option(metavar="RUN_DIR", help="Measure nothing; refine --profile by what a run took.")
     ] = None,
@@ -131,6 +135,7 @@ def profile(
         return
     if model is None:
         raise UsageError("MODEL: missing; name a model, or a run with --from-run and --profile")
+    pin_limit_bytes = None if pin_limit is None else parse_bytes(pin_limit, "--pin-limit")
     from lazysched.profiles.measure import profile as measure
 
     measured = measure(
@@ -142,6 +147,7 @@ def profile(
         storage_dir=None if storage is None else str(storage),
         compiled=compiled,
         packing=packing,
+        pin_limit_bytes=pin_limit_bytes,
     )
     measured.save(output)
     for warning in measured.doubts():
@@ -155,7 +161,7 @@ def _refine_profile(context: typer.Context, from_run: Path | None, profile_file:
         raise UsageError("--from-run: missing; --profile names what a run refines, name the run's --output-dir too")
     if profile_file is None:
         raise UsageError("--profile: missing; --from-run refines a profile, name the one that the plan was solved from")
-    for name in ("model", "device", "dtype", "seq_len", "micro_batch", "storage", "packing"):
+    for name in ("model", "device", "dtype", "seq_len", "micro_batch", "storage", "packing", "pin_limit"):
         source = context.get_parameter_source(name)
         if source is not None and source.name == "COMMANDLINE":
             shown = "MODEL" if name == "model" else f"--{name.replace('_', '-')}"

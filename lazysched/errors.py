@@ -5,6 +5,7 @@
     ├── InfeasibleError       exit 1   no plan fits the budgets; carries the bytes that are missing
     ├── TimeLimitError        exit 1   the solver stopped before it found any plan
     └── RunError              exit 1   training or measuring could not go on
+        └── PinError          exit 1   host memory cannot be page-locked; carries how much was
 
 A broken invariant of our own stays an ``AssertionError``.
 """
@@ -44,3 +45,16 @@ class TimeLimitError(LazyschedError):
 
 class RunError(LazyschedError):
     """Training, measuring or writing failed while it ran."""
+
+
+class PinError(RunError):
+    """The system refuses to page-lock host memory.
+
+    Attributes:
+        locked_bytes: what it had locked before.
+    """
+
+    def __init__(self, message: str, locked_bytes: int) -> None:
+        """Keep what could be locked as data beside the message."""
+        super().__init__(message)
+        self.locked_bytes = locked_bytes

@@ -6,10 +6,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 from lazysched.errors import UsageError
 from lazysched.optimizer_state import NUM_COEFFICIENTS, state_bytes
-from lazysched.schemas import BYTES_PER_ELEMENT, Plan, SaveVariant, Stage, StagePlan, StateFormat, variant_key
+from lazysched.schemas import (
+    BYTES_PER_ELEMENT,
+    HostMemory,
+    Plan,
+    SaveVariant,
+    Stage,
+    StagePlan,
+    StateFormat,
+    variant_key,
+)
 
 MASTER_BYTES = 4
 """fp32 accumulators and master weights."""
@@ -149,6 +159,11 @@ def adding_bytes(elements: int, element_bytes: int, micro_batch: int, accumulati
     if accumulation == 1:
         return 0
     return (MASTER_BYTES * (1 if micro_batch == 0 else 2) - element_bytes) * elements
+
+
+def link_name(direction: Literal["h2d", "d2h"], host_memory: HostMemory) -> str:
+    """Name of the link, in a profile and in the costs of a program, that copies to and from such host memory take."""
+    return direction if host_memory == "pinned" else f"{direction}_pageable"
 
 
 def gpu_update_working_bytes(elements: int, state_format: StateFormat) -> int:

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 
 from lazysched.hazards import dependency_edges
 from lazysched.hidden_slots import HiddenSlots
-from lazysched.layout import MASTER_BYTES, Layout
+from lazysched.layout import MASTER_BYTES, Layout, link_name
 from lazysched.schemas import Buffer, Engine, Op, OpKind, Phase, Plan, Program, Stage, Tier
 from lazysched.static_buffers import static_buffer_sizes
 from lazysched.uploads import Uploads
@@ -47,6 +47,10 @@ class _Lowering:
         self.layout = layout
         self.plan = layout.plan
         self.training = training
+        memory = self.plan.host_memory
+        self.links: dict[Engine, tuple[str, ...]] = {
+            "h2d": ("link", link_name("h2d", memory)), "d2h": ("link", link_name("d2h", memory)),
+        }  # fmt: skip
         self.ops: dict[str, Op] = {}
         self.buffers: dict[str, Buffer] = {}
         self.uploads = Uploads(layout, training)
@@ -103,10 +107,9 @@ class _Lowering:
         reads: tuple[str, ...] = (),
         writes: tuple[str, ...] = (),
     ) -> str:
-        links: dict[Engine, tuple[str, ...]] = {"h2d": ("link", "h2d"), "d2h": ("link", "d2h")}
         self.ops[op_id] = Op(
             id=op_id, kind=kind, engine=engine, priority=len(self.ops), stage=stage, phase=phase,
-            micro_batch=micro_batch, cost=links.get(engine, ()) if cost is None else cost, num_bytes=num_bytes,
+            micro_batch=micro_batch, cost=self.links.get(engine, ()) if cost is None else cost, num_bytes=num_bytes,
             num_params=num_params, working_bytes=working_bytes, reads=reads, writes=writes,
         )  # fmt: skip
         return op_id
@@ -116,7 +119,7 @@ class _Lowering:
     ) -> None:
         tier, kind = buffer_id.split("/")[:2]
         place: Tier = "gpu" if tier == "gpu" else "host"
-        pinned = place == "host" and kind != "state"
+        pinned = place == "host" and kind != "state" and self.plan.host_memory == "pinned"
         self.buffers[buffer_id] = Buffer(
             id=buffer_id, tier=place, kind=kind, num_bytes=num_bytes, alloc_at=alloc_at, free_after=free_after,
             pinned=pinned,

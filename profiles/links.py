@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from itertools import cycle
 from threading import Event
 
@@ -15,19 +16,27 @@ from lazysched.profiles.clock import EventStopwatch, durations_of, num_repeats, 
 from lazysched.profiles.random_data import fill_bytes
 from lazysched.runtime.arena import HostArena
 from lazysched.schemas import Curve
+from lazysched.units import format_bytes
 
 SIZES = (10**6, 4 * 10**6, 16 * 10**6, 64 * 10**6, 256 * 10**6)
 LAP_BYTES = 64 * 10**6
 """Requests are timed in groups of about so many bytes: one event pair around each would cost as much as a small one."""
 TARGET_S = 0.1
 BESIDE_BYTES = 1 << 28
+PAGEABLE_SIZES = (10**6, 16 * 10**6, 64 * 10**6)
+"""For ordinary memory: the driver moves it piece by piece, so that from some size on the rate stays."""
+BOTH = ("h2d_both", "d2h_both")
+PAGEABLE = ("h2d_pageable", "d2h_pageable", "h2d_pageable_both", "d2h_pageable_both")
 _CPU = torch.device("cpu")
 _IN_LINE = "engines run in line on a CPU: copies never overlap"
+_NOT_LOCKED = "no GPU: no memory is page-locked, all copies are between ordinary buffers"
 CopyRequests = Callable[[], None]
 
 
-def measure_copies(device: torch.device, host_limit_bytes: int, repeats: int | None) -> dict[str, Curve]:
-    """Curves ``h2d d2h h2d_both d2h_both host gpu``.
+def measure_copies(
+    device: torch.device, host_limit_bytes: int, repeats: int | None, *, pin_limit_bytes: int | None = None
+) -> dict[str, Curve]:
+    """Curves ``h2d d2h h2d_both d2h_both host gpu``, and the first four again as ``h2d_pageable`` and so on.
 
     Between two memories, buffers are larger than caches and each request takes the next part of them. On a CPU the
     executor copies between ordinary buffers, and so does this.
@@ -36,36 +45,60 @@ def measure_copies(device: torch.device, host_limit_bytes: int, repeats: int | N
         device: where the tier ``gpu`` is.
         host_limit_bytes: host memory that may be used.
         repeats: timed repeats of each size; None chooses by the time one takes.
+        pin_limit_bytes: most that can be page-locked; where it is too little for these buffers, nothing is.
 
     Raises:
         RunError: host memory does not suffice or cannot be page-locked.
     """
-    arena = HostArena({"up": SIZES[-1], "down": SIZES[-1]}, ("up", "down"), device, host_limit_bytes)
+    pinned = ("up", "down") if buffers_can_be_pinned(pin_limit_bytes) else ()
+    arena = HostArena({"up": SIZES[-1], "down": SIZES[-1]}, pinned, device, host_limit_bytes)
     try:
         up, down = arena.tensor("up", torch.uint8), arena.tensor("down", torch.uint8)
         inside, outside = (torch.empty(SIZES[-1], dtype=torch.uint8, device=device) for _ in range(2))
         for buffer in (up, down, inside, outside):
             fill_bytes(buffer)
         curves = {
-            "h2d": _one_way(up, inside, device, repeats),
-            "d2h": _one_way(outside, down, device, repeats),
             "host": on_cpu_engine(lambda: _one_way(up, down, _CPU, repeats), device),
             "gpu": _read_and_written(_one_way(outside, inside, device, repeats)),
         }
+        if pinned:
+            curves["h2d"] = _one_way(up, inside, device, repeats)
+            curves["d2h"] = _one_way(outside, down, device, repeats)
         if device.type != "cuda":
-            return curves | {name: Curve(reason=_IN_LINE) for name in ("h2d_both", "d2h_both")}
-        return curves | _both_ways((up, inside), (outside, down), device, repeats)
+            return curves | _without(BOTH, _IN_LINE) | _without(PAGEABLE, _NOT_LOCKED)
+        if pinned:
+            curves |= _both_ways((up, inside), (outside, down), device, repeats)
+        else:
+            curves |= _without(("h2d", "d2h", *BOTH), f"only {format_bytes(pin_limit_bytes or 0)} can be page-locked")
+        arena.close()  # from here on the same memory is ordinary
+        return curves | _pageable((up, inside), (outside, down), device, repeats)
     finally:
         arena.close()
 
 
+def buffers_can_be_pinned(pin_limit_bytes: int | None) -> bool:
+    """Whether the buffers of this module can be page-locked under such a limit."""
+    return pin_limit_bytes is None or pin_limit_bytes >= 2 * max(SIZES[-1], BESIDE_BYTES)
+
+
+def _without(names: Sequence[str], reason: str) -> dict[str, Curve]:
+    return {name: Curve(reason=reason) for name in names}
+
+
 @contextmanager
-def copies_under_way(device: torch.device, host_limit_bytes: int) -> Iterator[None]:
-    """Keep both directions between host and GPU busy, as a step does; without a GPU nothing is copied."""
+def copies_under_way(device: torch.device, host_limit_bytes: int, *, pinned: bool = True) -> Iterator[None]:
+    """Keep both directions between host and GPU busy, as a step does; without a GPU nothing is copied.
+
+    Args:
+        device: where the tier ``gpu`` is.
+        host_limit_bytes: host memory that may be used.
+        pinned: whether it is page-locked.
+    """
     if device.type != "cuda":
         yield
         return
-    arena = HostArena({"up": BESIDE_BYTES, "down": BESIDE_BYTES}, ("up", "down"), device, host_limit_bytes)
+    sizes = {"up": BESIDE_BYTES, "down": BESIDE_BYTES}
+    arena = HostArena(sizes, sizes if pinned else (), device, host_limit_bytes)
     inside = [torch.zeros(BESIDE_BYTES, dtype=torch.uint8, device=device) for _ in range(2)]
     ways = [(arena.tensor("up", torch.uint8), inside[0]), (inside[1], arena.tensor("down", torch.uint8))]
     stop = Event()
@@ -89,9 +122,12 @@ def copies_under_way(device: torch.device, host_limit_bytes: int) -> Iterator[No
         arena.close()
 
 
-def _one_way(source: torch.Tensor, target: torch.Tensor, device: torch.device, repeats: int | None) -> Curve:
+def _one_way(
+    source: torch.Tensor, target: torch.Tensor, device: torch.device, repeats: int | None,
+    sizes: Sequence[int] | None = None,
+) -> Curve:  # fmt: skip
     points = []
-    for size in SIZES:
+    for size in sizes or SIZES:
         durations_s = durations_of(_requests(source, target, size), device, repeats, TARGET_S)
         points.append((size, _rate_bytes_per_s(size, durations_s)))
     return Curve(points=points)
@@ -114,6 +150,34 @@ def _both_ways(
         for points, watch in zip(curves.values(), watches, strict=True):
             points.append((size, _rate_bytes_per_s(size, watch.durations_s())))
     return {name: Curve(points=points) for name, points in curves.items()}
+
+
+def _pageable(
+    up: tuple[torch.Tensor, torch.Tensor], down: tuple[torch.Tensor, torch.Tensor], device: torch.device,
+    repeats: int | None,
+) -> dict[str, Curve]:  # fmt: skip
+    """Curves of copies from and to ordinary memory, each direction alone and both at once.
+
+    Such a copy keeps the thread that asks for it, so that both at once take two threads, as in the executor.
+    """
+    curves = [_one_way(*way, device, repeats, PAGEABLE_SIZES) for way in (up, down)]
+    both: list[tuple[float, ...]] = []
+    with ThreadPoolExecutor(2) as workers:
+        for size in PAGEABLE_SIZES:
+            ways = [_requests(*up, size), _requests(*down, size)]
+            count = num_repeats(sum(wall_s(way, device) for way in ways), repeats, TARGET_S)
+            laps = workers.map(partial(_laps_s, count=count, device=device), ways)
+            both.append(tuple(_rate_bytes_per_s(size, durations_s) for durations_s in laps))
+    curves += [Curve(points=list(zip(PAGEABLE_SIZES, rates, strict=True))) for rates in zip(*both, strict=True)]
+    return dict(zip(PAGEABLE, curves, strict=True))
+
+
+def _laps_s(requests: CopyRequests, count: int, device: torch.device) -> list[float]:
+    """Seconds of each of ``count`` laps on a stream of their own."""
+    watch = EventStopwatch(torch.cuda.Stream(device))
+    for _ in range(count):
+        watch.lap(requests)
+    return watch.durations_s()
 
 
 def _per_lap(size: int) -> int:

@@ -17,7 +17,8 @@ from transformers import PretrainedConfig
 from lazysched.errors import RunError, UsageError
 from lazysched.profiles.attention import AttentionChoice, fastest_attention
 from lazysched.profiles.files import check_folder, measure_storage
-from lazysched.profiles.links import measure_copies
+from lazysched.profiles.links import buffers_can_be_pinned, measure_copies
+from lazysched.profiles.pinning import measure_pinning
 from lazysched.profiles.stages import StageMeasurements, measure_stages
 from lazysched.profiles.updates import measure_updates
 from lazysched.runtime.engines import cpu_threads
@@ -25,6 +26,7 @@ from lazysched.runtime.machine import configure_allocator, context_bytes, device
 from lazysched.runtime.model import Model
 from lazysched.runtime.sources import resolve_model
 from lazysched.schemas import Dtype, Profile, SaveVariant, Stage, Tier
+from lazysched.units import format_bytes
 
 _SHARED_MEMORY = "tiers gpu and host are the same memory here: each is given half of it"
 
@@ -42,6 +44,7 @@ class _Settings:
     repeats: int | None
     compiled: bool
     packing: bool
+    pin_limit_bytes: int | None
 
 
 def profile(
@@ -56,6 +59,7 @@ def profile(
     repeats: int | None = None,
     compiled: bool | None = None,
     packing: bool = False,
+    pin_limit_bytes: int | None = None,
 ) -> Profile:
     """Measure what ``model`` takes on this machine; its weights are never read, random ones stand in for them.
 
@@ -70,13 +74,23 @@ def profile(
         repeats: timed repeats of each figure; None chooses by the time one takes.
         compiled: whether blocks and loss are compiled, which offers more save variants; None: on a GPU.
         packing: whether rows hold several samples, which do not see each other; plans from this profile pack so.
+        pin_limit_bytes: most host memory that can be page-locked beside a GPU; None tries some GB.
 
     Raises:
         UsageError: an argument is wrong, or the model is not found or not supported.
         RunError: no micro-batch fits, or host memory or storage does not suffice.
     """
     settings = _checked(
-        device, dtype, seq_len, micro_batches, storage_dir, loss_chunk_tokens, repeats, compiled, packing
+        device,
+        dtype,
+        seq_len,
+        micro_batches,
+        storage_dir,
+        loss_chunk_tokens,
+        repeats,
+        compiled,
+        packing,
+        pin_limit_bytes,
     )
     config = resolve_model(model).config
     longest = getattr(config, "max_position_embeddings", None)
@@ -105,13 +119,19 @@ class _Profiling:
         self._measure_micro_batches()
         host_limit_bytes = host_memory()[1]
         blocks = [stage for stage in self.stages if stage.is_block]
-        update = measure_updates(blocks, getattr(torch, settings.dtype), device, host_limit_bytes, settings.repeats)
-        links = measure_copies(device, host_limit_bytes, settings.repeats)
+        pinning = measure_pinning(device, host_limit_bytes, settings.pin_limit_bytes)
+        update = measure_updates(
+            blocks, getattr(torch, settings.dtype), device, host_limit_bytes, settings.repeats,
+            pinned=buffers_can_be_pinned(pinning.limit_bytes),
+        )  # fmt: skip
+        links = measure_copies(device, host_limit_bytes, settings.repeats, pin_limit_bytes=pinning.limit_bytes)
         storage = measure_storage(settings.folder, settings.repeats)
         links |= storage.links
         self.notes["attention"] = self.attention.note
         if storage.note:
             self.notes["nvme"] = storage.note
+        if pinning.note:
+            self.notes["page-locked"] = pinning.note
         return Profile(
             hardware_id=identity, model_id=self.model_id, device=_device_type(device), compute_dtype=settings.dtype,
             seq_len=settings.seq_len, loss_chunk_tokens=settings.chunk_tokens,
@@ -120,7 +140,8 @@ class _Profiling:
             variants=self.variants, links=links, update=update,
             total_bytes={**total_bytes, "nvme": storage.total_bytes},
             free_bytes={**free_bytes, "nvme": storage.free_bytes},
-            context_bytes=_context_bytes(device), fragmentation_bytes=self.fragmentation_bytes,
+            pin_limit_bytes=pinning.limit_bytes, context_bytes=_context_bytes(device),
+            fragmentation_bytes=self.fragmentation_bytes,
             notes=self.notes,
         )  # fmt: skip
 
@@ -192,7 +213,7 @@ def _free_memory(device: torch.device) -> None:
 
 def _checked(
     device: str | None, dtype: str | None, seq_len: int, micro_batches: Sequence[int], storage_dir: str | None,
-    chunk_tokens: int, repeats: int | None, compiled: bool | None, packing: bool,
+    chunk_tokens: int, repeats: int | None, compiled: bool | None, packing: bool, pin_limit_bytes: int | None,
 ) -> _Settings:  # fmt: skip
     if device not in {None, "cuda", "cpu"}:
         raise UsageError(f"device: {device!r} is not known; use cuda or cpu")
@@ -206,10 +227,14 @@ def _checked(
     for field, value in (numbers | ({} if repeats is None else {"repeats": repeats})).items():
         if value < 1:
             raise UsageError(f"{field}: {value} is not positive; use 1 or more")
+    if pin_limit_bytes is not None and pin_limit_bytes < 0:
+        raise UsageError(f"pin_limit: {pin_limit_bytes} bytes is no limit; use 0 or more")
+    if pin_limit_bytes is not None and chosen.type != "cuda":
+        raise UsageError(f"pin_limit: {format_bytes(pin_limit_bytes)}: without a GPU nothing is page-locked; omit it")
     rows = tuple(sorted(set(micro_batches)))
     return _Settings(
         chosen, _dtype(dtype or default), seq_len, rows, chunk_tokens, check_folder(storage_dir), repeats,
-        chosen.type == "cuda" if compiled is None else compiled, packing,
+        chosen.type == "cuda" if compiled is None else compiled, packing, pin_limit_bytes,
     )  # fmt: skip
 
 

@@ -33,8 +33,9 @@ _Make = Callable[[_Buffer, torch.device], Callable[[], None]]
 
 
 def measure_updates(
-    blocks: list[Stage], dtype: torch.dtype, device: torch.device, host_limit_bytes: int, repeats: int | None
-) -> dict[Literal["cpu", "gpu"], dict[str, Rate]]:
+    blocks: list[Stage], dtype: torch.dtype, device: torch.device, host_limit_bytes: int, repeats: int | None,
+    *, pinned: bool = True,
+) -> dict[Literal["cpu", "gpu"], dict[str, Rate]]:  # fmt: skip
     """Parameters per second of AdamW, by processor and format of the optimizer state.
 
     Args:
@@ -43,6 +44,7 @@ def measure_updates(
         device: the processor ``gpu``; on a machine without one, the same CPU with memory of its own.
         host_limit_bytes: host memory that may be used.
         repeats: timed repeats; None chooses by the time one takes.
+        pinned: whether the copies beside the host's updates are from and to page-locked memory.
     """
     rates: dict[Literal["cpu", "gpu"], dict[str, Rate]] = {"cpu": {}, "gpu": {}}
     threads = cpu_threads(device)
@@ -52,14 +54,14 @@ def measure_updates(
         names = {f"{kind}/{index}": size for kind, size in sizes.items() for index in range(count)}
         make = partial(_update_work, blocks[0], count, dtype=dtype, state_format=state_format, threads=threads)
         num_params = blocks[0].num_params * count
-        rates["cpu"][state_format] = _cpu_rate(make, num_params, names, device, host_limit_bytes, repeats)
+        rates["cpu"][state_format] = _cpu_rate(make, num_params, names, device, host_limit_bytes, repeats, pinned)
         rates["gpu"][state_format] = _gpu_rate(make, num_params, names, device, repeats)
     return rates
 
 
 def _cpu_rate(
     make: _Make, num_params: int, names: Mapping[str, int], device: torch.device,
-    host_limit_bytes: int, repeats: int | None,
+    host_limit_bytes: int, repeats: int | None, pinned: bool,
 ) -> Rate:  # fmt: skip
     arena = HostArena(names, (), _CPU, host_limit_bytes)
     try:
@@ -67,7 +69,7 @@ def _cpu_rate(
         alone_s = on_cpu_engine(lambda: durations_of(work, _CPU, repeats), device)
         if device.type != "cuda":
             return rate(alone_s, num_params)
-        with copies_under_way(device, host_limit_bytes):
+        with copies_under_way(device, host_limit_bytes, pinned=pinned):
             beside_s = on_cpu_engine(lambda: durations_of(work, _CPU, len(alone_s)), device)
         return rate([(alone + beside) / 2 for alone, beside in zip(alone_s, beside_s, strict=True)], num_params)
     finally:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from lazysched.errors import RunError
+from lazysched.errors import PinError, RunError
 from lazysched.units import format_bytes
 
 
@@ -35,7 +35,8 @@ class HostArena:
             limit_bytes: host memory that may be used.
 
         Raises:
-            RunError: the pieces need more than ``limit_bytes``, or the system refuses to map or to lock them.
+            RunError: the pieces need more than ``limit_bytes``, or the system refuses to map them.
+            PinError: it refuses to lock them.
         """
         unknown = set(pinned) - set(sizes)
         assert not unknown, f"pinned pieces without a size: {sorted(unknown)}"
@@ -71,6 +72,7 @@ class HostArena:
     def _lock(self, names: list[str]) -> None:
         """Page-lock pieces one by one: CUDA refuses a copy that spans two registrations."""
         cudart = _cudart()
+        locked_bytes = 0
         with ExitStack() as undo:
             undo.callback(self.close)
             for name in names:
@@ -79,13 +81,20 @@ class HostArena:
                 status = cudart.cudaHostRegister(address, num_bytes, 0)
                 if status != cudart.cudaError.success:
                     _forget_error()
-                    raise RunError(
+                    raise PinError(
                         f"host memory: {format_bytes(num_bytes)} of {name} cannot be page-locked "
-                        f"({cudart.cudaGetErrorString(status)}); "
-                        f"raise `ulimit -l` or solve again with a smaller --host-memory"
+                        f"({cudart.cudaGetErrorString(status)}), {format_bytes(locked_bytes)} were; "
+                        f"profile again with --pin-limit {_as_flag(locked_bytes)}, then solve again",
+                        locked_bytes,
                     )
                 self._locked.append(address)
+                locked_bytes += num_bytes
             undo.pop_all()
+
+
+def _as_flag(num_bytes: int) -> str:
+    """A size that the command line reads, no larger than ``num_bytes``."""
+    return f"{num_bytes // 10**6}MB"
 
 
 def _cudart() -> Any:

@@ -2,6 +2,9 @@
 
 Only uploads wait for the CPU's updates, so uploads are issued by a thread of their own: the thread that launches a step
 never waits for an update that its next operation does not need.
+
+A copy from or to memory that is not page-locked keeps the thread that asks for it: the driver moves the bytes through
+memory of its own. Then copies to the host have a thread of their own too.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from lazysched.schemas import Engine
 
 Done = torch.cuda.Event | Future[torch.cuda.Event | None] | None
 """Tells when an operation has finished: an event of its stream; a worker's promise, kept when the CPU's operation has
-finished or the upload was issued, and then an event too; None where it has finished or nobody asks."""
+finished or the copy was issued, and then an event too; None where it has finished or nobody asks."""
 
 Mark = torch.cuda.Event | float
 """A moment on ``compute``: a timed event, or seconds of the host's clock where engines run in line."""
@@ -65,9 +68,15 @@ class InlineEngines:
 
 
 class CudaEngines:
-    """Compute on the current stream, a stream for each copy direction, worker threads for the CPU and for uploads."""
+    """Compute on the current stream, a stream for each copy direction, worker threads for the CPU and for uploads.
 
-    def __init__(self, threads: int) -> None:
+    Args:
+        threads: of the CPU's work.
+        blocking_copies: whether host memory is not page-locked, so that copies keep the thread that issues them.
+    """
+
+    def __init__(self, threads: int, *, blocking_copies: bool = False) -> None:
+        self._blocking_copies = blocking_copies
         self._streams: dict[str, torch.cuda.Stream] = {
             "compute": torch.cuda.current_stream(), "h2d": torch.cuda.Stream(), "d2h": torch.cuda.Stream(),
         }  # fmt: skip
@@ -77,21 +86,37 @@ class CudaEngines:
             "cpu": ThreadPoolExecutor(1, "lazysched-cpu", initializer=torch.set_num_threads, initargs=(threads,)),
             "h2d": ThreadPoolExecutor(1, "lazysched-h2d", initializer=torch.cuda.set_device, initargs=(device,)),
         }
+        if blocking_copies:
+            self._workers["d2h"] = ThreadPoolExecutor(
+                1, "lazysched-d2h", initializer=torch.cuda.set_device, initargs=(device,)
+            )
         self._outstanding: list[Future[torch.cuda.Event | None]] = []
 
     def submit(self, engine: Engine, work: Callable[[], None], after: Sequence[Done], signal: bool) -> Done:
-        """Queue ``work``; a stream waits on the device, and this thread waits only until an upload was issued."""
+        """Queue ``work``; a stream waits on the device, and this thread waits only until a worker issued a copy."""
         if engine not in self._workers:
             return self._issue(engine, work, after, signal)
-        run: Callable[[], torch.cuda.Event | None] = (
-            partial(_wait_and_run, after, work)
-            if engine == "cpu"
-            else partial(self._issue, engine, work, after, signal)
-        )
+        run: Callable[[], torch.cuda.Event | None]
+        if engine == "cpu":
+            run = partial(_wait_and_run, after, work)
+        elif self._blocking_copies:
+            run = partial(self._wait_and_issue, engine, work, after, signal)
+        else:
+            run = partial(self._issue, engine, work, after, signal)
         future: Future[torch.cuda.Event | None] = self._workers[engine].submit(run)
         self._outstanding = [f for f in self._outstanding if not f.done() or f.exception()]
         self._outstanding.append(future)
         return future
+
+    def _wait_and_issue(
+        self, engine: Engine, work: Callable[[], None], after: Sequence[Done], signal: bool
+    ) -> torch.cuda.Event | None:
+        """Issue a copy when nothing is left to wait for, so that it does not wait inside the driver, in others' way.
+
+        Whether the call returns before the bytes have arrived is up to the driver; the event behind it tells.
+        """
+        wait_for(*after)
+        return self._issue(engine, work, (), signal)
 
     def _issue(
         self, engine: Engine, work: Callable[[], None], after: Sequence[Done], signal: bool
@@ -154,7 +179,12 @@ def _events(after: Sequence[Done]) -> Iterator[torch.cuda.Event]:
             yield event
 
 
-def _wait_and_run(after: Sequence[Done], work: Callable[[], None]) -> None:
+def wait_for(*after: Done) -> None:
+    """Wait on the calling thread until all that is behind ``after`` has finished; raises what a worker raised."""
     for event in _events(after):
         event.synchronize()
+
+
+def _wait_and_run(after: Sequence[Done], work: Callable[[], None]) -> None:
+    wait_for(*after)
     work()

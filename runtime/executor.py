@@ -13,7 +13,7 @@ from lazysched.layout import TOTAL_ELEMENTS, Layout
 from lazysched.lower import lower
 from lazysched.runtime.batch import Batch
 from lazysched.runtime.buffers import Buffers
-from lazysched.runtime.engines import CudaEngines, Done, Engines, InlineEngines, Mark, cpu_threads
+from lazysched.runtime.engines import CudaEngines, Done, Engines, InlineEngines, Mark, cpu_threads, wait_for
 from lazysched.runtime.model import Model
 from lazysched.runtime.operations import Operations, StepContext, norm_ranges
 from lazysched.runtime.recorder import Timed, Work
@@ -32,8 +32,7 @@ class StepResult:
     _norm_ranges: Mapping[str, tuple[int, int]]
 
     def _wait(self) -> None:
-        if isinstance(self._done, torch.cuda.Event):
-            self._done.synchronize()
+        wait_for(self._done)
 
     def _value(self, index: int) -> float:
         self._wait()
@@ -42,7 +41,7 @@ class StepResult:
     @property
     def is_running(self) -> bool:
         """Whether reading a number may have to wait."""
-        return isinstance(self._done, torch.cuda.Event)
+        return self._done is not None
 
     @property
     def loss(self) -> float:
@@ -100,7 +99,11 @@ class Executor:
         self._norm_ranges = norm_ranges(model.stages)
         self._num_tensors = sum(len(stage.params) for stage in model.stages)
         self._operations = Operations(Layout(plan, model.stages), model, buffers, updates, settings, max_grad_norm)
-        self._engines: Engines = CudaEngines(cpu_threads(model.device)) if self._on_gpu else InlineEngines()
+        pageable = plan.host_memory == "pageable"
+        self._pinned = self._on_gpu and not pageable
+        self._engines: Engines = (
+            CudaEngines(cpu_threads(model.device), blocking_copies=pageable) if self._on_gpu else InlineEngines()
+        )
         self._signals = {id(p): _signalling(p) for p in (self._training, self._evaluation)}
         self._done: dict[str, Done] = {}
         self._last: Program = program
@@ -142,7 +145,7 @@ class Executor:
             self._done.clear()
             self._last = program
         context = StepContext.of(
-            batch, learning_rate, self._num_tensors, training=program is self._training, pinned=self._on_gpu
+            batch, learning_rate, self._num_tensors, training=program is self._training, pinned=self._pinned
         )
         signals = self._signals[id(program)]
         for op in program.ops.values():

@@ -7,6 +7,7 @@ v[k] is the share of vocabulary option k.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -132,3 +133,7 @@ def _add_memory(problem: pulp.LpProblem, instance: Instance, counts: _Counts, bu
     ends = pulp.lpSum(o.host_gb * v for v, o in zip(counts.v, instance.vocabulary_options, strict=True))
     offloaded = counts.save(lambda o: m * o.offloaded_gb)
     problem += instance.host_constant_gb + stores + ends + offloaded <= budgets.host_gb
+    if math.isfinite(budgets.moved_gb):
+        stores = counts.state(lambda c: c.moved_gb, "resident", "streamed")
+        ends = pulp.lpSum(o.moved_gb * v for v, o in zip(counts.v, instance.vocabulary_options, strict=True))
+        problem += instance.host_constant_gb + stores + ends + offloaded <= budgets.moved_gb

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import pulp
 
 from lazysched.errors import InfeasibleError
-from lazysched.schemas import Tier
+from lazysched.schemas import HostMemory, Tier
 from lazysched.solver.decisions import Decisions
 from lazysched.solver.highs import solve_problem
 from lazysched.solver.instance import GB, Candidate, Instance
@@ -20,7 +21,7 @@ from lazysched.solver.memory_rows import Budgets, add_memory_rows
 from lazysched.solver.plans import Choices
 from lazysched.units import format_bytes
 
-TIERS: tuple[Tier, ...] = ("gpu", "host")
+TIERS: tuple[Literal["gpu", "host"], ...] = ("gpu", "host")
 _FLAGS = {"gpu": "--gpu-memory", "host": "--host-memory"}
 _TIME_LIMIT_S = 2.0
 _GAP = 5e-3
@@ -67,25 +68,28 @@ def _elastic_program(instance: Instance, budgets: Budgets, elastic: Sequence[Tie
     problem = pulp.LpProblem("elastic", pulp.LpMinimize)
     decisions = Decisions(problem, instance)
     margin_gb = MARGIN_BYTES / GB
-    budgets = Budgets(budgets.gpu_gb - margin_gb, budgets.host_gb - margin_gb)
+    budgets = Budgets(budgets.gpu_gb - margin_gb, budgets.host_gb - margin_gb, budgets.moved_gb - margin_gb)
     slack: dict[str, pulp.LpVariable] = {tier: problem.add_variable(f"slack_{tier}", 0) for tier in elastic}
     add_memory_rows(problem, instance, decisions, budgets, slack)
     problem += pulp.lpSum(slack.values())
     return problem, decisions
 
 
-def memory_candidates(micro_batches: Mapping[int, int], limits: Mapping[int, Sequence[int]]) -> list[Candidate]:
+def memory_candidates(
+    micro_batches: Mapping[int, int], limits: Mapping[int, Sequence[int]], host_memory: HostMemory
+) -> list[Candidate]:
     """Candidates worth asking; a deeper prefetch only needs more.
 
     Args:
         micro_batches: micro-batch -> accumulation.
         limits: micro-batch -> sizes that may be sent to the host.
+        host_memory: ``pageable`` where page-locking is limited: what does not fit then never will.
     """
     ascending = sorted(micro_batches.items())
     asked = ascending[:_NUM_MICRO_BATCHES]
     asked += [pair for pair in ascending[_NUM_MICRO_BATCHES:] if pair[1] == 1]
     return [
-        Candidate(micro_batch, accumulation, offload_limit_bytes=limit)
+        Candidate(micro_batch, accumulation, offload_limit_bytes=limit, host_memory=host_memory)
         for micro_batch, accumulation in asked
         for limit in limits[micro_batch]
     ]

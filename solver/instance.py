@@ -19,15 +19,25 @@ from lazysched.layout import (
     adding_bytes,
     batch_bytes,
     gpu_update_working_bytes,
+    link_name,
 )
 from lazysched.optimizer_state import FP32_STATE_ELEMENTS, state_bytes
-from lazysched.schemas import BYTES_PER_ELEMENT, Curve, Profile, SaveVariant, Stage, StateFormat, Tier, Update
+from lazysched.schemas import (
+    BYTES_PER_ELEMENT,
+    Curve,
+    HostMemory,
+    Profile,
+    SaveVariant,
+    Stage,
+    StateFormat,
+    Tier,
+    Update,
+)
 
 GB = 1e9
 
 
-CHECKED_LINKS = ("h2d", "d2h", "gpu")
-"""Links whose curve every plan needs."""
+DIRECTIONS: tuple[Literal["h2d", "d2h"], ...] = ("h2d", "d2h")
 
 StateChoice = Literal["gpu", "resident", "streamed"]
 """``gpu``: weights and state on the GPU. ``resident``: weights there, state on the host. ``streamed``: both on host."""
@@ -45,6 +55,7 @@ class Candidate:
     offload_limit_bytes: int = 0
     """Most that a block may send to the host per micro-batch; the slots for it have this size. It is searched outside
     because as a decision it would make every slot fractional in the relaxation, and the bound worthless."""
+    host_memory: HostMemory = "pinned"
 
 
 @dataclass(frozen=True)
@@ -90,7 +101,12 @@ class StageCosts:
     @property
     def stored_gb(self) -> float:
         """Weights, gradient and optimizer state together."""
-        return 2 * self.weight_gb + self.state_gb
+        return self.moved_gb + self.state_gb
+
+    @property
+    def moved_gb(self) -> float:
+        """Weights and gradient: of a stage on the host, what copies read and write there."""
+        return 2 * self.weight_gb
 
 
 @dataclass(frozen=True)
@@ -101,6 +117,8 @@ class VocabularyOption:
     head: StateChoice
     gpu_gb: float
     host_gb: float
+    moved_gb: float
+    """Of ``host_gb``, weights and gradients."""
     grads_slot_gb: float
 
 
@@ -234,9 +252,10 @@ class Instance:
         norms = sum(block.norm_s for block in self.blocks)
         return m * (self.embed_forward_s + blocks) + norms + self.head_s + self.embed_backward_s
 
-    def link_s(self, link: str, num_bytes: int) -> float:
+    def link_s(self, link: Literal["h2d", "d2h", "gpu"], num_bytes: int) -> float:
         """Time of one request; links between GPU and host count as busy both ways."""
-        return _curve(self.profile, link).seconds(num_bytes)
+        name = "gpu" if link == "gpu" else link_name(link, self.candidate.host_memory)
+        return _curve(self.profile, name).seconds(num_bytes)
 
     # ---- making
 
@@ -269,6 +288,7 @@ class Instance:
             head,
             gpu_gb=own + sum(costs.stored_gb - costs.weight_gb for costs in on_gpu),
             host_gb=sum(costs.stored_gb for costs in on_host),
+            moved_gb=sum(costs.moved_gb for costs in on_host),
             grads_slot_gb=max((costs.weight_gb for costs in on_host), default=0.0),
         )
 
@@ -339,13 +359,34 @@ def offload_limits(profile: Profile, micro_batch: int) -> list[int]:
     return sorted({0} | {sum(variant.saved.values()) for variant in listed})
 
 
-def check_profile(profile: Profile, state_format: StateFormat) -> None:
+def host_memories(profile: Profile, host_bytes: int) -> tuple[HostMemory, ...]:
+    """Kinds of host memory to look for plans with: ordinary memory only where page-locking is limited below the budget.
+
+    Args:
+        profile: measurements.
+        host_bytes: the budget.
+    """
+    limit_bytes = profile.pin_limit_bytes
+    if limit_bytes is None:
+        return ("pinned",)
+    # A limit below what the profiler locks leaves it without figures for page-locked memory.
+    if not all(profile.links[link].points for link in DIRECTIONS if link in profile.links):
+        return ("pageable",)
+    return ("pinned",) if limit_bytes >= host_bytes else ("pinned", "pageable")
+
+
+def check_profile(profile: Profile, state_format: StateFormat, memories: Sequence[HostMemory]) -> None:
     """Refuse a profile that lacks what every plan with optimizer state in ``state_format`` needs.
+
+    Args:
+        profile: measurements.
+        state_format: of the optimizer state.
+        memories: kinds of host memory that plans may have.
 
     Raises:
         UsageError: names the first figure that is missing.
     """
-    for link in CHECKED_LINKS:
+    for link in [*(link_name(direction, memory) for memory in memories for direction in DIRECTIONS), "gpu"]:
         curve = profile.links.get(link)
         if curve is None or not curve.points:
             reason = "missing" if curve is None else curve.reason

@@ -1,4 +1,4 @@
-"""Memory rows: one per window of the GPU, one for the host. All in GB.
+"""Memory rows: one per window of the GPU, one for the host and one for what of it is page-locked. All in GB.
 
 Legend:
     base      what exists in every window: constants, slots, resident stages
@@ -9,13 +9,14 @@ Legend:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import pulp
 
 from lazysched.solver.decisions import Decisions, Expression
-from lazysched.solver.instance import Instance
+from lazysched.solver.instance import Instance, StageCosts, VocabularyOption
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,8 @@ class Budgets:
 
     gpu_gb: float
     host_gb: float
+    moved_gb: float = math.inf
+    """Of the host's, most that copies read and write there: what can be page-locked, if it has to be."""
 
 
 def add_memory_rows(
@@ -39,7 +42,11 @@ def add_memory_rows(
     base = problem.add_variable("base_gb", 0)
     problem += base == instance.gpu_constant_gb + _resident(instance, decisions) + _slots(problem, instance, decisions)
     _add_window_rows(problem, instance, decisions, base, gpu_limit)
-    problem += _host(instance, decisions) <= budgets.host_gb + slack.get("host", 0)
+    problem += _host(instance, decisions, lambda c: c.stored_gb, lambda o: o.host_gb) <= (
+        budgets.host_gb + slack.get("host", 0)
+    )
+    if math.isfinite(budgets.moved_gb):
+        problem += _host(instance, decisions, lambda c: c.moved_gb, lambda o: o.moved_gb) <= budgets.moved_gb
 
 
 def _resident(instance: Instance, decisions: Decisions) -> Expression:
@@ -82,11 +89,17 @@ def _add_window_rows(
         problem += base + working <= limit
 
 
-def _host(instance: Instance, decisions: Decisions) -> Expression:
-    stores = [decisions.state(i, lambda c: c.stored_gb, "resident", "streamed") for i in range(instance.num_blocks)]
+def _host(
+    instance: Instance,
+    decisions: Decisions,
+    store: Callable[[StageCosts], float],
+    vocabulary_store: Callable[[VocabularyOption], float],
+) -> Expression:
+    """What is on the host for the whole step: saved tensors, and of each stage there what ``store`` counts."""
+    stores = [decisions.state(i, store, "resident", "streamed") for i in range(instance.num_blocks)]
     saved = [
         instance.candidate.accumulation * decisions.save(i, lambda o: o.offloaded_gb)
         for i in range(instance.num_blocks)
     ]
-    vocabulary = decisions.vocabulary(lambda option: option.host_gb)
+    vocabulary = decisions.vocabulary(vocabulary_store)
     return instance.host_constant_gb + pulp.lpSum([*stores, *saved, vocabulary])

@@ -53,6 +53,7 @@ def make_plan(instance: Instance, choices: Choices, *, budget_bytes: Mapping[Tie
         loss_chunk_tokens=profile.loss_chunk_tokens,
         prefetch_depth=candidate.prefetch_depth,
         d2h_lag=candidate.d2h_lag,
+        host_memory=candidate.host_memory,
         update=instance.update,
         stages={
             stage_id: choice.model_copy(update={"state_format": instance.state_format})

@@ -25,8 +25,11 @@ def print_solution(solution: Solution, profile: Profile, console: Console) -> No
     plan, timeline = solution.plan, solution.timeline
     if profile.device == "cpu":
         console.print("no GPU: the tiers gpu and host are the same memory here, each is given half of it")
+    if plan.host_memory == "pageable" and profile.pin_limit_bytes is not None:
+        limit = format_bytes(profile.pin_limit_bytes)
+        console.print(f"host memory: pageable, because only {limit} can be page-locked", highlight=False)
     console.print(_stages_table(plan))
-    console.print(_prediction_table(plan, timeline))
+    console.print(_prediction_table(plan, timeline, profile.pin_limit_bytes))
     console.print(_recipes_table(solution))
     report = plan.solver
     assert report is not None
@@ -61,7 +64,7 @@ def _key(name: str, choice: StagePlan) -> tuple[str, ...]:
     return kind, weights, state, choice.save, " + ".join(tiers)
 
 
-def _prediction_table(plan: Plan, timeline: Timeline) -> Table:
+def _prediction_table(plan: Plan, timeline: Timeline, pin_limit_bytes: int | None) -> Table:
     tokens = plan.batch_size * plan.seq_len
     table = Table(title="Prediction", title_justify="left", show_header=False)
     table.add_column()
@@ -77,6 +80,8 @@ def _prediction_table(plan: Plan, timeline: Timeline) -> Table:
         if budget:
             peak = timeline.peak_bytes[tier]
             table.add_row(f"{tier} peak", f"{format_bytes(peak)} of {format_bytes(budget)}")
+    if pin_limit_bytes is not None:
+        table.add_row("page-locked", f"{format_bytes(timeline.pinned_bytes)} of {format_bytes(pin_limit_bytes)}")
     return table
 
 

@@ -41,8 +41,7 @@ def improve(replay: WindowReplay, budgets: Budgets, start: Choices, *, seed: int
 
 def rank_s(evaluation: Evaluation, budgets: Budgets) -> Floats:
     """Step time, far behind anything that fits for what does not; of equals, the one that holds less on the GPU."""
-    over_gb = np.maximum(evaluation.gpu_gb - budgets.gpu_gb, 0) + np.maximum(evaluation.host_gb - budgets.host_gb, 0)
-    misfit = np.where(evaluation.fits(budgets), 0.0, MISFIT_S + MISFIT_S_PER_GB * over_gb)
+    misfit = np.where(evaluation.fits(budgets), 0.0, MISFIT_S + MISFIT_S_PER_GB * evaluation.over_gb(budgets))
     step_s: Floats = evaluation.step_s + 1e-6 * evaluation.gpu_gb + misfit
     return step_s
 

@@ -33,6 +33,7 @@ class Timeline:
         exposed_s: engine -> time in which ``compute`` waited for it.
         moved_bytes: engine -> bytes moved per step.
         peak_bytes: tier -> most bytes at once; for ``gpu`` context and fragmentation are in it.
+        pinned_bytes: what has to be page-locked of the host's.
         intervals: every operation of every step, in order of step and priority.
     """
 
@@ -40,6 +41,7 @@ class Timeline:
     exposed_s: dict[Engine, float]
     moved_bytes: dict[Engine, int]
     peak_bytes: dict[Tier, int]
+    pinned_bytes: int
     intervals: list[Interval]
 
     def to_frame(self) -> pd.DataFrame:
@@ -79,6 +81,7 @@ def simulate(program: Program, profile: Profile, *, micro_batch: int, steps: int
         exposed_s=exposed_of_step(program, last, before, in_line=replay.in_line),
         moved_bytes=moved_bytes(program.ops.values()),
         peak_bytes=peak_bytes(program, profile, micro_batch),
+        pinned_bytes=sum(buffer.num_bytes for buffer in program.buffers.values() if buffer.pinned),
         intervals=replay.intervals,
     )
 

@@ -1,6 +1,7 @@
 """``solve``: from a profile to the fastest plan that fits.
 
-Micro-batch, prefetch depth and the size that a block may send to the host are searched outside the integer program:
+Micro-batch, prefetch depth and the size that a block may send to the host are searched outside the integer program, as
+is whether host memory is page-locked where that is limited:
 
 1. every combination gets a quick lower bound (``bounds``); recipes give the first incumbent;
 2. combinations whose bound leaves room are relaxed; relaxed solutions of the most promising are rounded and improved
@@ -12,18 +13,27 @@ Micro-batch, prefetch depth and the size that a block may send to the host are s
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib.metadata import version
-from typing import get_args
+from typing import Literal, get_args
 
 from lazysched.errors import TimeLimitError, UsageError
 from lazysched.lower import lower
-from lazysched.schemas import Plan, Profile, SolverReport, StateFormat, Tier, Update
+from lazysched.schemas import HostMemory, Plan, Profile, SolverReport, StateFormat, Tier, Update
 from lazysched.solver import infeasible, recipes
 from lazysched.solver.bounds import count_bound_s
-from lazysched.solver.instance import Candidate, Instance, check_profile, offload_limits, usable_micro_batches
+from lazysched.solver.instance import (
+    Candidate,
+    Instance,
+    check_profile,
+    host_memories,
+    offload_limits,
+    usable_micro_batches,
+)
 from lazysched.solver.memory_rows import Budgets
 from lazysched.solver.milp import PlacementProgram
 from lazysched.solver.plans import Choices, make_plan
@@ -43,6 +53,8 @@ MAX_ROUNDS = 60
 SIMULATED_STEPS = 4
 MAX_TIGHTENINGS = 3
 """How often budgets are tightened when the simulation disagrees with the memory rows."""
+Budget = Literal["gpu", "host", "pinned"]
+"""What limits a plan: memory of the tiers, and how much of the host's can be page-locked."""
 MIN_PROGRAM_S, PROOF_SHARE = 1.0, 0.3
 """Time for the proof: at least the first, otherwise this share of what the search before it took."""
 
@@ -52,7 +64,8 @@ class Tried:
     """One combination of the outer search.
 
     Attributes:
-        candidate: micro-batch, accumulation, prefetch depth, D2H lag and size that may be sent to the host.
+        candidate: micro-batch, accumulation, prefetch depth, D2H lag, size that may be sent to the host and kind of
+            its memory.
         bound_s: no plan of it is faster; infinite when none fits.
         step_s: of its best plan found, by the window replay; None when it was left out.
     """
@@ -95,6 +108,8 @@ def solve(
 ) -> Solution:
     """Find the fastest plan for ``batch_size`` rows a step within the memory budgets.
 
+    Where the profile's ``pin_limit_bytes`` is below the host's budget, a plan page-locks no more than that, or nothing.
+
     Args:
         profile: measurements of model and machine.
         batch_size: rows of one step; micro-batches of the profile that divide it are considered.
@@ -120,14 +135,15 @@ def solve(
         raise UsageError(f"time_limit_s: {time_limit_s}, gap: {gap}: use a positive time and a gap in [0, 1)")
     if optimizer_state not in get_args(StateFormat):
         raise UsageError(f"optimizer_state: {optimizer_state!r} is not known; use {' or '.join(get_args(StateFormat))}")
-    check_profile(profile, optimizer_state)
     budget_bytes: dict[Tier, int] = {
         "gpu": _budget(profile, "gpu", gpu_memory_bytes),
         "host": _budget(profile, "host", host_memory_bytes),
         "nvme": 0,
     }
+    memories = host_memories(profile, budget_bytes["host"])
+    check_profile(profile, optimizer_state, memories)
     update = _update(max_grad_norm, check_finite)
-    settings = _Settings(profile, batch_size, budget_bytes, update, optimizer_state, time_limit_s, gap, seed)
+    settings = _Settings(profile, batch_size, budget_bytes, memories, update, optimizer_state, time_limit_s, gap, seed)
     return _Search(settings).run()
 
 
@@ -136,6 +152,7 @@ class _Settings:
     profile: Profile
     batch_size: int
     budget_bytes: dict[Tier, int]
+    host_memories: tuple[HostMemory, ...]
     update: Update
     state_format: StateFormat
     time_limit_s: float
@@ -177,15 +194,18 @@ class _Search:
         self.instances: dict[Candidate, Instance] = {}
         self.found: dict[Candidate, Found] = {}
         self.bounds: dict[Candidate, float] = {}
-        self.withheld_bytes: dict[Tier, int] = {"gpu": 0, "host": 0}
+        self.withheld_bytes: dict[Budget, int] = {"gpu": 0, "host": 0, "pinned": 0}
         self.simulated: dict[Found, tuple[Plan, Timeline]] = {}
 
     def run(self) -> Solution:
         """All parts; tightens the budgets when the simulation of the winner exceeds them."""
+        settings = self.settings
         for _ in range(MAX_TIGHTENINGS + 1):
             compared = self._recipes()
             self._bound_all()
-            self._descend()
+            self._begin_descent()
+            for memory in settings.host_memories:
+                self._descend(memory)
             self._prove()
             winner = self._judge([found for _, found in compared if found is not None])
             if winner is not None:
@@ -199,7 +219,13 @@ class _Search:
         compared = []
         for rule in recipes.RULES:
             candidates = [
-                Candidate(size, accumulation, offload_limit_bytes=recipes.offload_limit(rule, self.limits[size]))
+                Candidate(
+                    size,
+                    accumulation,
+                    offload_limit_bytes=recipes.offload_limit(rule, self.limits[size]),
+                    host_memory=memory,
+                )
+                for memory in self.settings.host_memories
                 for size, accumulation in self.accumulations.items()
             ]
             found = recipes.best_of_rule(rule, map(self._instance, candidates), self._budgets)
@@ -211,27 +237,33 @@ class _Search:
     def _bound_all(self) -> None:
         """Quick bounds of all combinations; a deeper prefetch shares that of the shallow one."""
         for size, accumulation in self.accumulations.items():
-            for limit in self.limits[size]:
-                shallow = Candidate(size, accumulation, PREFETCH_DEPTHS[0], offload_limit_bytes=limit)
+            for limit, memory in itertools.product(self.limits[size], self.settings.host_memories):
+                shallow = Candidate(
+                    size, accumulation, PREFETCH_DEPTHS[0], offload_limit_bytes=limit, host_memory=memory
+                )
                 instance = self._instance(shallow)
                 bound_s = count_bound_s(instance, self._budgets(instance), max(PREFETCH_DEPTHS))
                 for depth in PREFETCH_DEPTHS:
                     self.bounds[replace(shallow, prefetch_depth=depth)] = bound_s
 
-    def _descend(self) -> None:
-        """Relax the shallow combinations, improve the most promising, and try the best of them with deeper prefetch."""
+    def _begin_descent(self) -> None:
         self.programs: dict[Candidate, PlacementProgram] = {}
         self.rounded: dict[Candidate, Choices] = {}
         self.improved: set[Candidate] = set()
-        shallow = [c for c in self.bounds if c.prefetch_depth == PREFETCH_DEPTHS[0]]
+
+    def _descend(self, memory: HostMemory) -> None:
+        """Relax the shallow combinations, improve the most promising, and try the best of them with deeper prefetch."""
+        shallow = [c for c in self.bounds if c.prefetch_depth == PREFETCH_DEPTHS[0] and c.host_memory == memory]
         for candidate in sorted(shallow, key=lambda c: self.bounds[c])[:NUM_RELAXED]:
             if self._remaining_s() > 0 and self._may_improve(candidate):
                 self._relax(candidate)
-        for candidate in sorted(self.programs, key=lambda c: self.bounds[c])[:NUM_DESCENTS]:
+        relaxed = [c for c in self.programs if c.host_memory == memory]
+        for candidate in sorted(relaxed, key=lambda c: self.bounds[c])[:NUM_DESCENTS]:
             if self._remaining_s() > 0 and self._may_improve(candidate):
                 self._improve(candidate, self.rounded[candidate])
-        if self.found:
-            best = min(self.found.values(), key=lambda f: f.step_s)
+        found = [f for f in self.found.values() if f.candidate.host_memory == memory]
+        if found:
+            best = min(found, key=lambda f: f.step_s)
             for depth in PREFETCH_DEPTHS:
                 if depth != best.candidate.prefetch_depth:
                     self._improve(replace(best.candidate, prefetch_depth=depth), best.choices)
@@ -294,7 +326,8 @@ class _Search:
 
     def _first_that_fits(self) -> None:
         """The last resort: any plan that fits at all, or the explanation why there is none."""
-        instances = [self._instance(c) for c in infeasible.memory_candidates(self.accumulations, self.limits)]
+        memory = self.settings.host_memories[-1]
+        instances = [self._instance(c) for c in infeasible.memory_candidates(self.accumulations, self.limits, memory)]
         missing: dict[tuple[Tier, ...], dict[Tier, int]] = {}
         elastic_sets: list[tuple[Tier, ...]] = [infeasible.TIERS, *((tier,) for tier in infeasible.TIERS)]
         for elastic in elastic_sets:
@@ -305,7 +338,9 @@ class _Search:
             if not any(over.values()):
                 self._improve(nearest.instance.candidate, nearest.choices)
                 return
-            missing[elastic] = {tier: size + infeasible.MARGIN_BYTES if size else 0 for tier, size in over.items()}
+            missing[elastic] = {
+                tier: over[tier] + infeasible.MARGIN_BYTES if over[tier] else 0 for tier in infeasible.TIERS
+            }
         if infeasible.TIERS not in missing:
             raise TimeLimitError(f"no plan was found within {self.settings.time_limit_s:g} s; raise the time limit")
         raise infeasible.explain(missing, self.settings.budget_bytes)
@@ -316,7 +351,7 @@ class _Search:
         The recipes' plans are among them: the quick replay ranks plans, the simulation may rank them otherwise.
         """
         best: tuple[Found, Plan, Timeline] | None = None
-        excess: dict[Tier, int] = {}
+        excess: Mapping[Budget, int] = {}
         finalists = sorted(self.found.values(), key=lambda f: f.step_s)[:NUM_FINALISTS]
         for found in [*finalists, *(found for found in by_recipe if found not in finalists)]:
             plan, timeline = self._simulate(found)
@@ -325,8 +360,8 @@ class _Search:
                 excess = excess or over
             elif best is None or timeline.step_s < best[2].step_s:
                 best = (found, plan, timeline)
-        for tier, size in excess.items():
-            self.withheld_bytes[tier] += size
+        for budget, size in excess.items():
+            self.withheld_bytes[budget] += size
         return best
 
     # ---- helpers
@@ -340,7 +375,16 @@ class _Search:
     def _budgets(self, instance: Instance) -> Budgets:
         budget, withheld = self.settings.budget_bytes, self.withheld_bytes
         gpu_gb = instance.usable_gpu_gb(budget["gpu"] - withheld["gpu"])
-        return Budgets(gpu_gb, (budget["host"] - withheld["host"]) / 1e9)
+        return Budgets(
+            gpu_gb,
+            (budget["host"] - withheld["host"]) / 1e9,
+            (self._pin_limit_bytes(instance.candidate) - withheld["pinned"]) / 1e9,
+        )
+
+    def _pin_limit_bytes(self, candidate: Candidate) -> float:
+        """Most bytes that copies may read and write on the host; infinite where they need not be page-locked."""
+        limit_bytes = self.profile.pin_limit_bytes
+        return math.inf if limit_bytes is None or candidate.host_memory == "pageable" else limit_bytes
 
     def _keep(self, found: Found) -> None:
         known = self.found.get(found.candidate)
@@ -372,11 +416,17 @@ class _Search:
         program = lower(plan, self.profile.stages)
         return plan, simulate(program, self.profile, micro_batch=plan.micro_batch, steps=SIMULATED_STEPS)
 
-    def _over_budget(self, timeline: Timeline) -> dict[Tier, int]:
-        budget = self.settings.budget_bytes
-        return {tier: max(0, timeline.peak_bytes[tier] - budget[tier]) for tier in infeasible.TIERS}
+    def _over_budget(self, timeline: Timeline) -> dict[Budget, int]:
+        budget, limit_bytes = self.settings.budget_bytes, self.profile.pin_limit_bytes
+        pinned_bytes = 0 if limit_bytes is None else timeline.pinned_bytes - limit_bytes
+        over: dict[Budget, int] = {
+            "gpu": timeline.peak_bytes["gpu"] - budget["gpu"],
+            "host": timeline.peak_bytes["host"] - budget["host"],
+            "pinned": pinned_bytes,
+        }
+        return {name: max(0, size) for name, size in over.items()}
 
-    def _over_bytes(self, instance: Instance, choices: Choices) -> dict[Tier, int]:
+    def _over_bytes(self, instance: Instance, choices: Choices) -> dict[Budget, int]:
         return self._over_budget(self._simulate(Found(instance.candidate, choices, math.inf))[1])
 
     def _solution(

@@ -54,16 +54,34 @@ class ChoiceBatch:
 
 
 @dataclass(frozen=True)
-class Evaluation:
-    """What each of N choices costs."""
+class Memory:
+    """Peak GB of N choices on GPU and host, and what of the host's copies read and write."""
 
-    step_s: Floats
     gpu_gb: Floats
     host_gb: Floats
+    moved_gb: Floats
+
+    def over_gb(self, budgets: Budgets) -> Floats:
+        """By how much ``budgets`` are exceeded, all together."""
+        pairs = ((self.gpu_gb, budgets.gpu_gb), (self.host_gb, budgets.host_gb), (self.moved_gb, budgets.moved_gb))
+        over: Floats = sum((np.maximum(used - limit, 0) for used, limit in pairs), np.zeros_like(self.gpu_gb))
+        return over
 
     def fits(self, budgets: Budgets) -> Bools:
         """Which choices are within ``budgets``."""
-        return (self.gpu_gb <= budgets.gpu_gb + 1e-9) & (self.host_gb <= budgets.host_gb + 1e-9)
+        fits: Bools = (
+            (self.gpu_gb <= budgets.gpu_gb + 1e-9)
+            & (self.host_gb <= budgets.host_gb + 1e-9)
+            & (self.moved_gb <= budgets.moved_gb + 1e-9)
+        )
+        return fits
+
+
+@dataclass(frozen=True)
+class Evaluation(Memory):
+    """What each of N choices costs."""
+
+    step_s: Floats
 
 
 class WindowReplay:
@@ -77,13 +95,12 @@ class WindowReplay:
 
     def evaluate(self, batch: ChoiceBatch) -> Evaluation:
         """Step time and memory of every set of choices."""
-        gpu_gb, host_gb = self.memory(batch)
-        return Evaluation(_Steps(self, batch).steady_step_s(), gpu_gb, host_gb)
+        memory = self.memory(batch)
+        return Evaluation(memory.gpu_gb, memory.host_gb, memory.moved_gb, _Steps(self, batch).steady_step_s())
 
     def fits(self, batch: ChoiceBatch, budgets: Budgets) -> Bools:
         """Which choices are within ``budgets``; much cheaper than evaluating them."""
-        gpu_gb, host_gb = self.memory(batch)
-        return (gpu_gb <= budgets.gpu_gb + 1e-9) & (host_gb <= budgets.host_gb + 1e-9)
+        return self.memory(batch).fits(budgets)
 
     def option_table(self, attribute: str, batch: ChoiceBatch) -> Floats:
         """N x L: an attribute of the chosen save options."""
@@ -105,14 +122,14 @@ class WindowReplay:
         embed = column(self.instance.embed, [o.embed for o in options])
         return embed, column(self.instance.head, [o.head for o in options])
 
-    def memory(self, batch: ChoiceBatch) -> tuple[Floats, Floats]:
-        """Peak GB on GPU and host, as the memory rows have them."""
+    def memory(self, batch: ChoiceBatch) -> Memory:
+        """Peaks as the memory rows have them."""
         instance, m = self.instance, self.m
         weight, stored = self.stage_row("weight_gb"), self.stage_row("stored_gb")
         on_gpu, streamed = batch.states == GPU, batch.states == STREAMED
         vocabulary: dict[str, Floats] = {
             name: np.array([getattr(o, name) for o in instance.vocabulary_options])[batch.vocabulary]
-            for name in ("gpu_gb", "host_gb", "grads_slot_gb")
+            for name in ("gpu_gb", "host_gb", "moved_gb", "grads_slot_gb")
         }
         base = instance.gpu_constant_gb + vocabulary["gpu_gb"] + vocabulary["grads_slot_gb"]
         base = base + (on_gpu * stored + (batch.states == RESIDENT) * weight).sum(1)
@@ -130,8 +147,10 @@ class WindowReplay:
             updates = np.maximum(updates, working)
         gpu_gb = base + np.maximum(np.maximum(blocks, head), np.maximum(ends, updates))
         offloaded = m * self.option_table("offloaded_gb", batch).sum(1)
-        host_gb = instance.host_constant_gb + vocabulary["host_gb"] + (~on_gpu * stored).sum(1) + offloaded
-        return gpu_gb, host_gb
+        moving = instance.host_constant_gb + offloaded
+        host_gb = moving + vocabulary["host_gb"] + (~on_gpu * stored).sum(1)
+        moved_gb = moving + vocabulary["moved_gb"] + (~on_gpu * self.stage_row("moved_gb")).sum(1)
+        return Memory(gpu_gb, host_gb, moved_gb)
 
 
 def _column(options: tuple[SaveOption, ...], attribute: str) -> Floats:

@@ -4,6 +4,7 @@ from lazysched.schemas.base import BYTES_PER_ELEMENT, AttentionBackend, Document
 from lazysched.schemas.model import Stage
 from lazysched.schemas.plan import (
     FP32_STATE_ELEMENTS,
+    HostMemory,
     Plan,
     Prediction,
     SolverReport,
@@ -18,7 +19,7 @@ from lazysched.schemas.recording import Recording, TimedOp
 
 __all__ = [
     "BYTES_PER_ELEMENT", "FP32_STATE_ELEMENTS", "AttentionBackend", "Buffer", "Curve", "Document", "Dtype", "Engine",
-    "Op", "OpKind", "Phase", "Plan", "Prediction", "Profile", "Program", "Rate", "Recording", "SaveVariant", "Schema",
-    "SolverReport", "Stage", "StagePlan", "StateFormat", "Tier", "TimedOp", "Timing", "Update", "interquartile",
-    "variant_key",
+    "HostMemory", "Op", "OpKind", "Phase", "Plan", "Prediction", "Profile", "Program", "Rate", "Recording",
+    "SaveVariant", "Schema", "SolverReport", "Stage", "StagePlan", "StateFormat", "Tier", "TimedOp", "Timing", "Update",
+    "interquartile", "variant_key",
 ]  # fmt: skip

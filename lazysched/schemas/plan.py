@@ -13,6 +13,9 @@ StateFormat = Literal["fp32", "hybrid8"]
 """Format of optimizer state: the exact reference, or 8-bit moments with fp32 ones for small tensors."""
 FP32_STATE_ELEMENTS = 4096
 """By default tensors with at most so many elements keep fp32 state in format ``hybrid8``."""
+HostMemory = Literal["pinned", "pageable"]
+"""Page-locked host memory, which a GPU copies from and to by itself, or ordinary memory, where the driver stages every
+copy and keeps the thread that asked for it."""
 
 
 class StagePlan(Schema):
@@ -113,6 +116,8 @@ class Plan(Document):
     """How many stages ahead weights and saved tensors are fetched."""
     d2h_lag: int = Field(default=1, ge=0)
     """How many copies to the host may still run when compute goes on."""
+    host_memory: HostMemory = "pinned"
+    """Whether what a GPU copies from and to the host is page-locked there; state, which never moves, is not."""
     update: Update = Update()
     fp32_state_elements: int = Field(default=FP32_STATE_ELEMENTS, ge=0)
     """In state format ``hybrid8``, tensors with at most so many elements, and one-dimensional ones, keep fp32 state."""

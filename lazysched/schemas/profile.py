@@ -172,7 +172,9 @@ class Profile(Document):
     variants: dict[str, dict[Annotated[int, Field(ge=1)], list[SaveVariant]]]
     """structure -> micro-batch (rows) -> variants."""
     links: dict[str, Curve]
-    """``h2d d2h h2d_both d2h_both host gpu nvme_read nvme_write``; ``gpu``: inside GPU memory, reads + writes."""
+    """``h2d d2h h2d_both d2h_both host gpu nvme_read nvme_write``, and the first four to and from memory that is not
+    page-locked: ``h2d_pageable d2h_pageable h2d_pageable_both d2h_pageable_both``; ``gpu``: inside GPU memory, reads +
+    writes."""
     update: dict[Literal["cpu", "gpu"], dict[str, Rate]]
     """processor -> state format -> parameters per second."""
     collectives: dict[str, Curve] = Field(default_factory=dict)
@@ -182,7 +184,7 @@ class Profile(Document):
     free_bytes: dict[Tier, int | None]
     """What was free when measuring; control-group limits respected."""
     pin_limit_bytes: int | None = None
-    """Most bytes that could be page-locked; null when no limit was met."""
+    """Most bytes of host memory that can be page-locked; null when no limit was stated or met."""
     context_bytes: int = Field(default=0, ge=0)
     """GPU memory that the driver context and library workspaces take outside any plan."""
     fragmentation_bytes: dict[Annotated[int, Field(ge=1)], Annotated[int, Field(ge=0)]] = Field(default_factory=dict)

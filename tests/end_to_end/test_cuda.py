@@ -16,6 +16,23 @@ from tests.end_to_end.tiny_folder import make_data, make_model
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
+def test_where_nothing_can_be_page_locked(tmp_path: Path) -> None:
+    model, data = make_model(tmp_path / "model", hidden_size=64, intermediate_size=128), make_data(tmp_path / "d.jsonl")
+    profile = lazysched.profile(str(model), device="cuda", seq_len=64, micro_batches=[4], pin_limit_bytes=0)
+    assert profile.links["h2d"].reason == "only 0 B can be page-locked"
+    assert profile.links["h2d_pageable"].points
+    solution = lazysched.solve(
+        profile, batch_size=8, gpu_memory_bytes=profile.context_bytes + 2 * 10**8, host_memory_bytes=10**9
+    )
+    assert solution.plan.host_memory == "pageable"
+    result = lazysched.train(
+        solution.plan, model=str(model), data=str(data), output_dir=str(tmp_path / "out"), device="cuda",
+        max_steps=30, learning_rate=1e-2,
+    )  # fmt: skip
+    assert result.losses[-1] < 0.5 * result.losses[0]
+    assert refine(profile, load_recording(tmp_path / "out"))
+
+
 def test_profile_solve_train(tmp_path: Path) -> None:
     model, data = make_model(tmp_path / "model", hidden_size=64, intermediate_size=128), make_data(tmp_path / "d.jsonl")
     profile = lazysched.profile(

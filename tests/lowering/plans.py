@@ -77,6 +77,6 @@ def plans(
             "prefetch_depth": draw(st.integers(1, 3)), "d2h_lag": draw(st.integers(0, 2)),
             "update": Update(clip_norm=clip_norm, check_finite=check_finite), "variants": variants, "budget_bytes": {},
             "stages": {stage.id: draw(stage_choices(stage, of[stage.structure], formats)) for stage in stages},
-            "fp32_state_elements": fp32_state_elements,
+            "fp32_state_elements": fp32_state_elements, "host_memory": draw(st.sampled_from(["pinned", "pageable"])),
         }
     )  # fmt: skip

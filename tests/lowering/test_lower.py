@@ -87,6 +87,24 @@ def test_every_hidden_state_and_gradient_is_where_it_is_read(case: tuple[Plan, l
         assert set(holds) == slots
 
 
+@settings(max_examples=20, deadline=None)
+@given(cases())
+def test_ordinary_host_memory_changes_nothing_but_links_and_what_is_page_locked(
+    case: tuple[Plan, list[Stage]],
+) -> None:
+    plan, stages = case
+    pinned, pageable = (lower(plan.model_copy(update={"host_memory": kind}), stages) for kind in ("pinned", "pageable"))
+    assert pageable.edges == pinned.edges
+    for op in pinned.ops.values():
+        link = ("link", f"{op.engine}_pageable") if op.engine in ("h2d", "d2h") else op.cost
+        assert pageable.ops[op.id] == op.model_copy(update={"cost": link})
+        if op.engine in ("h2d", "d2h"):
+            assert op.cost == ("link", op.engine)
+    for buffer in pinned.buffers.values():
+        assert buffer.pinned == (buffer.tier == "host" and buffer.kind != "state")
+        assert pageable.buffers[buffer.id] == buffer.model_copy(update={"pinned": False})
+
+
 @settings(max_examples=40, deadline=None)
 @given(cases())
 def test_every_conflict_is_ordered_by_edges_and_engine_order(case: tuple[Plan, list[Stage]]) -> None:

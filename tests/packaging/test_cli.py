@@ -85,6 +85,13 @@ def refused(capsys: pytest.CaptureFixture[str], arguments: list[str], exit_code:
         (["solve", "profile.json", "--batch-size", "2", "--optimizer-state", "int4", "-o", "p"], "--optimizer-state"),
         (["profile", "model", "-o", "."], "is a folder"),
         (["profile", "-o", "p.json"], "MODEL: missing"),
+        (["profile", "model", "--pin-limit", "lots", "-o", "p.json"], "--pin-limit: 'lots' is not a size"),
+        (["profile", "model", "--pin-limit", "-5GB", "-o", "p.json"], "--pin-limit: '-5GB' is not a size"),
+        (["profile", "model", "--pin-limit", "16", "-o", "p.json"], "--pin-limit: '16' is not a size"),
+        (
+            ["profile", "--pin-limit", "1GB", "--from-run", ".", "--profile", "profile.json", "-o", "p"],
+            "--pin-limit: means nothing",
+        ),
         (["profile", "--profile", "profile.json", "-o", "p.json"], "--from-run: missing"),
         (["profile", "--from-run", ".", "-o", "p.json"], "--profile: missing"),
         (["profile", "model", "--from-run", ".", "--profile", "profile.json", "-o", "p.json"], "MODEL: means nothing"),
@@ -176,12 +183,13 @@ def test_profile_passes_every_micro_batch_and_writes(in_tmp: Path, monkeypatch: 
     measure = Calls(PROFILE)
     replace_module(monkeypatch, "lazysched.profiles.measure", profile=measure)
     assert (
-        main(["profile", "model", "--micro-batch", "2", "--micro-batch", "8", "--device", "cpu", "-o", "new.yaml"]) == 0
-    )
+        main(["profile", "model", "--micro-batch", "2", "--micro-batch", "8", "--device", "cpu", "--pin-limit", "1.5GB",
+              "-o", "new.yaml"]) == 0
+    )  # fmt: skip
     assert measure.positional == ("model",)
     assert measure == {
         "device": "cpu", "dtype": None, "seq_len": 1024, "micro_batches": [2, 8], "storage_dir": None,
-        "compiled": None, "packing": False,
+        "compiled": None, "packing": False, "pin_limit_bytes": 1_500_000_000,
     }  # fmt: skip
     assert Profile.load("new.yaml") == PROFILE
 

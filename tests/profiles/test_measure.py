@@ -44,7 +44,8 @@ def run(
     config.save_pretrained(folder)
     with pytest.MonkeyPatch.context() as patch:
         for room, name, value in (
-            (links, "SIZES", COPY_SIZES), (links, "LAP_BYTES", 1 << 16), (updates, "WALKED_BYTES", 1 << 18),
+            (links, "SIZES", COPY_SIZES), (links, "PAGEABLE_SIZES", COPY_SIZES),
+            (links, "LAP_BYTES", 1 << 16), (updates, "WALKED_BYTES", 1 << 18),
         ):  # fmt: skip
             patch.setattr(room, name, value)
         return profile(
@@ -153,6 +154,12 @@ def test_links_rates_and_memory(tiny_profile: Profile) -> None:
         assert [size for size, _ in tiny_profile.links[name].points] == list(COPY_SIZES)
     for name in ("h2d_both", "d2h_both"):
         assert tiny_profile.links[name].reason == "engines run in line on a CPU: copies never overlap"
+    for name in links.PAGEABLE:
+        assert tiny_profile.links[name].reason == (
+            "no GPU: no memory is page-locked, all copies are between ordinary buffers"
+        )
+    assert tiny_profile.pin_limit_bytes is None
+    assert "page-locked" not in tiny_profile.notes
     for name in ("nvme_read", "nvme_write"):
         assert tiny_profile.links[name].reason == "no --storage folder given"
     rates = [rate for by_format in tiny_profile.update.values() for rate in by_format.values()]
@@ -246,7 +253,9 @@ def test_micro_batches_that_do_not_fit_are_left_out(monkeypatch: pytest.MonkeyPa
         ({"device": "tpu"}, "device: 'tpu'"), ({"dtype": "float16"}, "dtype: 'float16'"),
         ({"seq_len": 0}, "seq_len: 0"), ({"micro_batches": []}, "micro_batches: none"),
         ({"micro_batches": [1, -2]}, "micro_batches: -2"), ({"loss_chunk_tokens": 0}, "loss_chunk_tokens: 0"),
-        ({"repeats": 0}, "repeats: 0"), ({"storage_dir": "nowhere"}, "storage: nowhere"),
+        ({"repeats": 0}, "repeats: 0"), ({"pin_limit_bytes": -1}, "pin_limit: -1 bytes is no limit; use 0 or more"),
+        ({"pin_limit_bytes": 10**9}, "pin_limit: 1 GB: without a GPU nothing is page-locked; omit it"),
+        ({"storage_dir": "nowhere"}, "storage: nowhere"),
     ],
 )  # fmt: skip
 def test_wrong_arguments_are_one_line(arguments: dict[str, Any], message: str) -> None:
@@ -274,6 +283,10 @@ def test_on_a_gpu_everything_is_measured(tmp_path: Path) -> None:
     assert (found.device, found.compute_dtype) == ("cuda", "bfloat16")
     for name in ("h2d", "d2h", "h2d_both", "d2h_both", "host", "gpu"):
         assert found.links[name].points, name
+    for name in links.PAGEABLE:
+        assert [size for size, _ in found.links[name].points] == list(COPY_SIZES)
+    assert found.pin_limit_bytes is None
+    assert "more was not tried" in found.notes["page-locked"]
     assert found.context_bytes > 0
     for variant in found.variants["LlamaDecoderLayer"][2]:
         assert variant.forward.seconds > 0

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from lazysched.runtime.engines import Done, Mark
+from lazysched.runtime.engines import Done, Engines, Mark
 from lazysched.runtime.executor import Executor
 from lazysched.runtime.operations import StepContext
 from lazysched.runtime.session import Session
@@ -169,7 +169,7 @@ def poison(buffer: torch.Tensor, device: torch.device) -> None:
         buffer.copy_(torch.full_like(buffer, value, device=device), non_blocking=True)
 
 
-def racing_executor(session: Session, program: Program, engines: ThreadedEngines | None, around: Around) -> Executor:
+def racing_executor(session: Session, program: Program, engines: Engines | None, around: Around) -> Executor:
     """An executor of ``program`` on the session's memory, with ``around`` around every operation.
 
     Args:

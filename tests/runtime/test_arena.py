@@ -9,12 +9,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lazysched.errors import RunError
+from lazysched.errors import PinError, RunError
 from lazysched.runtime.arena import HostArena
 from lazysched.runtime.machine import rss_bytes
 
 CPU = torch.device("cpu")
-PAGE = mmap.PAGESIZE
+PAGE, MB = mmap.PAGESIZE, 10**6
 
 
 def test_pieces_are_page_aligned_disjoint_and_no_larger_than_needed() -> None:
@@ -105,8 +105,11 @@ def test_only_the_pinned_pieces_are_locked_each_on_its_own(monkeypatch: pytest.M
 def test_a_refused_lock_unlocks_the_others_and_tells_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     cudart = FakeCudart(limit=1)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
-    with pytest.raises(RunError, match=r"8\.19 kB of b cannot be page-locked \(out of memory\); raise `ulimit -l`"):
-        HostArena({"a": 1, "b": PAGE + 1}, {"a", "b"}, torch.device("cuda"), limit_bytes=9 * PAGE)
+    with pytest.raises(
+        PinError,
+        match=r"8\.19 kB of b cannot be page-locked \(out of memory\), 3 MB were; .*--pin-limit 3MB, then solve",
+    ):
+        HostArena({"a": 3 * MB, "b": PAGE + 1}, {"a", "b"}, torch.device("cuda"), limit_bytes=4 * MB)
     assert cudart.locked == {}
 
 

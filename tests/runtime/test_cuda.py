@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lazysched.lower import lower
+from lazysched.runtime.arena import HostArena
 from lazysched.runtime.model import Model
 from lazysched.runtime.recorder import Recorder
 from lazysched.runtime.session import Session
@@ -116,6 +117,30 @@ def assert_equal(found: Outcome, expected: Outcome) -> None:
     assert found[0] == expected[0]
     for name, value in expected[1].items():
         assert torch.equal(found[1][name], value), name
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(cases("fp32", "hybrid8"))
+def test_host_memory_that_is_not_page_locked_does_not_change_a_bit(case: tuple[Plan, bool]) -> None:
+    pinned, pageable = (case[0].model_copy(update={"host_memory": kind}) for kind in ("pinned", "pageable"))
+    assert_equal(outcome(pageable, case[1]), outcome(pinned, case[1]))
+
+
+def test_a_plan_without_page_locking_locks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch, too, is asked for no page-locked memory."""
+    monkeypatch.setattr(torch.Tensor, "pin_memory", None)
+    monkeypatch.setattr(HostArena, "_lock", lambda arena, names: locked.extend(names))
+    locked: list[str] = []
+    model, variants = model_and_variants(tied=True)
+    end = StagePlan(weights="host", state="host")
+    plan = Plan(
+        model_id=model.model_id, hardware_id="any", compute_dtype="bfloat16", batch_size=MICRO_BATCH,
+        seq_len=SEQ_LEN, micro_batch=MICRO_BATCH, accumulation=1, loss_chunk_tokens=CHUNK_TOKENS,
+        stages={s.id: end.model_copy(update={"save": "input"} if s.is_block else {}) for s in model.stages},
+        variants=variants, budget_bytes={}, host_memory="pageable",
+    )  # fmt: skip
+    outcome(plan, tied=True)
+    assert locked == []
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])

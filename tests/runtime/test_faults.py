@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 import signal
 import threading
 import time
@@ -60,16 +61,19 @@ class InlineStream:
     def wait_event(self, event: SlowEvent) -> None: ...
 
 
-@pytest.fixture
-def worker(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Sessions on the CPU run as on a GPU: streams in line, updates and uploads on workers that wait for events."""
+@pytest.fixture(params=[False, True], ids=["pinned", "pageable"])
+def worker(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Sessions on the CPU run as on a GPU: streams in line, updates and uploads on workers that wait for events.
+
+    For host memory that is not page-locked, copies to the host are on a worker too.
+    """
     for name, stand_in in {
         "Event": SlowEvent, "Stream": InlineStream, "current_stream": InlineStream,
         "stream": lambda _: nullcontext(), "synchronize": lambda: None, "current_device": lambda: 0,
         "set_device": lambda _: None,
     }.items():  # fmt: skip
         monkeypatch.setattr(torch.cuda, name, stand_in)
-    monkeypatch.setattr(executor, "InlineEngines", lambda: CudaEngines(threads=1))
+    monkeypatch.setattr(executor, "InlineEngines", lambda: CudaEngines(threads=1, blocking_copies=request.param))
     yield
     assert not workers_alive()
 
@@ -88,6 +92,13 @@ def trained(num_steps: int = 3) -> list[float]:
         results = [fresh.executor.step(uneven_batch(2, SEQ_LEN, VOCABULARY, seed), 1e-2) for seed in range(num_steps)]
         fresh.executor.drain()
         return [result.loss for result in results]
+
+
+def finished_step(running: Session) -> float:
+    """The loss of one more step, once nothing is under way."""
+    loss = running.executor.step(uneven_batch(2, SEQ_LEN, VOCABULARY, 1), 1e-2).loss
+    running.executor.drain()
+    return loss
 
 
 def fail_in(monkeypatch: pytest.MonkeyPatch, op_id: str, action: Callable[[], object], step: int = 0) -> None:
@@ -125,7 +136,9 @@ def test_a_worker_that_raises_ends_the_step_with_its_own_traceback(worker: None,
     assert trained() == before
 
 
-@pytest.mark.parametrize("op_id", ["load/block.1/forward", "forward/block.1/0", "backward/block.0/0", "totals/copy"])
+@pytest.mark.parametrize(
+    "op_id", ["load/block.1/forward", "forward/block.1/0", "backward/block.0/0", "grads/block.1", "totals/copy"]
+)
 def test_a_step_that_breaks_while_the_worker_waits_does_not_hang(
     worker: None, monkeypatch: pytest.MonkeyPatch, op_id: str
 ) -> None:
@@ -135,10 +148,16 @@ def test_a_step_that_breaks_while_the_worker_waits_does_not_hang(
         with make_session() as broken:
             broken.executor.step(uneven_batch(2, SEQ_LEN, VOCABULARY, 0), 1e-2)
             with pytest.raises(Broken) as caught:
-                broken.executor.step(uneven_batch(2, SEQ_LEN, VOCABULARY, 1), 1e-2)
+                finished_step(broken)
         assert caught.traceback[-1].name == "explode"
     assert not workers_alive()
     assert trained() == before
+
+
+def test_reading_a_number_that_never_came_raises_what_kept_it(worker: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    fail_in(monkeypatch, "totals/copy", explode)
+    with make_session() as broken, pytest.raises(Broken):
+        _ = broken.executor.step(uneven_batch(2, SEQ_LEN, VOCABULARY, 0), 1e-2).loss
 
 
 # ---- the command line
@@ -270,14 +289,23 @@ def test_refused_page_locking_is_one_line_and_unlocks_what_was_locked(
 ) -> None:
     cudart.limit = 3
     message = refused(folder, capsys)
-    assert (
-        "cannot be page-locked (out of memory); raise `ulimit -l` or solve again with a smaller --host-memory"
-        in message
+    assert re.search(
+        r"cannot be page-locked \(out of memory\), .* were; profile again with --pin-limit 0MB, then solve again$",
+        message,
     )
     assert cudart.locked == {}
     cudart.limit = 10**6
     assert folder.train() == 0
     assert cudart.locked == {}
+
+
+def test_a_plan_without_page_locking_locks_nothing(
+    folder: Folder, cudart: FakeCudart, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = folder.path / "plan.json"
+    Plan.load(path).model_copy(update={"host_memory": "pageable"}).save(path)
+    cudart.limit = 0
+    assert folder.train() == 0
 
 
 def test_ctrl_c_while_locking_unlocks_what_was_locked(cudart: FakeCudart, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -132,7 +132,7 @@ def test_refused_page_locking_unlocks_what_was_locked_and_the_process_trains_on(
     cudart = Twice()
     with monkeypatch.context() as patch:
         patch.setattr(arena, "_cudart", lambda: cudart)
-        with pytest.raises(RunError, match=r"cannot be page-locked .*already mapped.*; raise `ulimit -l`"):
+        with pytest.raises(RunError, match=r"cannot be page-locked .*already mapped.*; profile again with --pin-limit"):
             make_session(plan)
     assert cudart.num_locked == 0
     assert trained(plan) == before

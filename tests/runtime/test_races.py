@@ -6,9 +6,10 @@ order to the bit. The same on a GPU stands at the end, with streams and the prod
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 
 import pytest
 import torch
@@ -16,9 +17,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lazysched.lower import lower
+from lazysched.runtime.engines import CudaEngines
 from lazysched.runtime.executor import Executor
 from lazysched.runtime.session import Session
 from lazysched.schemas import Op, Program
+from tests.runtime.fake_streams import current_stream, fake_streams, launched
 from tests.runtime.race_plans import (
     HARMLESS,
     KINDS,
@@ -31,7 +34,7 @@ from tests.runtime.race_plans import (
     matters,
     needed_edges,
 )
-from tests.runtime.racing import Disturbed, HeldBack, ThreadedEngines, racing_executor, without
+from tests.runtime.racing import GUARD_S, Disturbed, HeldBack, ThreadedEngines, racing_executor, without
 from tests.runtime.test_plans_do_not_change_results import (
     CHUNK_TOKENS,
     FP32_ELEMENTS,
@@ -122,6 +125,50 @@ def test_random_plans_with_random_delays(case: Case, seed: int) -> None:
 @given(cases("fp32", "hybrid8"), st.integers(0, 2**32))
 def test_many_random_plans_with_random_delays(case: Case, seed: int) -> None:
     check_delayed(case, seed)
+
+
+@pytest.mark.parametrize("blocking_copies", [False, True], ids=["pinned", "pageable"])
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(case=cases("fp32", "hybrid8"), seed=st.integers(0, 2**32))
+def test_random_plans_with_random_delays_on_the_engines_of_a_gpu(blocking_copies: bool, case: Case, seed: int) -> None:
+    def delayed(session: Session) -> Executor:
+        around = launched(Disturbed(session, seed, sleep), blocking_copies=blocking_copies)
+        return racing_executor(session, session.program, CudaEngines(1, blocking_copies=blocking_copies), around)
+
+    right = outcome(case, in_line)
+    with fake_streams():
+        assert outcome(case, delayed) == right
+
+
+def test_copies_that_block_are_ordered_by_events_and_promises_and_hold_nobody_up() -> None:
+    gates, order = {name: threading.Event() for name in ("backward", "grads")}, list[str]()
+
+    def work(name: str, *, blocks: bool = False) -> Callable[[], None]:
+        def run() -> None:
+            assert name not in gates or gates[name].wait(GUARD_S)
+            order.append(name)
+
+        def launch() -> None:
+            done = current_stream().launch(run)
+            if blocks:
+                done.result()
+
+        return launch
+
+    with fake_streams():
+        engines = CudaEngines(1, blocking_copies=True)
+        backward = engines.submit("compute", work("backward"), (), True)
+        grads = engines.submit("d2h", work("grads", blocks=True), (backward,), True)
+        update = engines.submit("cpu", partial(order.append, "update"), (grads,), True)
+        load = engines.submit("h2d", work("load", blocks=True), (update, backward), True)
+        gates["grads"].set()  # the launching thread got here though nothing has run
+        time.sleep(0.05)
+        assert order == []
+        gates["backward"].set()
+        engines.submit("compute", work("forward"), (load,), False)
+        engines.drain()
+        engines.close()
+    assert order == ["backward", "grads", "update", "load", "forward"]
 
 
 def outcome_held_back(case: Case, edge: Edge, forget: str) -> list[object]:

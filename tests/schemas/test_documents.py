@@ -27,7 +27,7 @@ def test_a_plan_reads_back_as_it_was(tmp_path: Path) -> None:
 
 def test_a_plan_without_newer_fields_means_what_it_did(tmp_path: Path) -> None:
     data = json.loads(PLAN.model_dump_json())
-    del data["fp32_state_elements"], data["update"]["check_finite"]
+    del data["fp32_state_elements"], data["update"]["check_finite"], data["host_memory"]
     (tmp_path / "plan.json").write_text(json.dumps(data))
     assert Plan.load(tmp_path / "plan.json") == PLAN
     assert PLAN.update.waits_for_norm
@@ -47,6 +47,7 @@ def edited(tmp_path: Path, **changes: object) -> Path:
         ({"micro_batch": 0}, "micro_batch: is 0: .*greater than or equal to 1"),
         ({"batch_size": 12345}, r"plan\.json: batch_size must be micro_batch \* accumulation \* world_size"),
         ({"spelling": 1}, "spelling: unknown key"),
+        ({"host_memory": "mapped"}, "host_memory: is 'mapped': .*'pinned' or 'pageable'"),
         ({"fp32_state_elements": -1}, "fp32_state_elements: is -1: .*greater than or equal to 0"),
         ({"update": {"check_finite": False}}, "update: check_finite false needs clip_norm null"),
     ],

@@ -66,7 +66,9 @@ class TestMemory:
     def test_window_replay_has_the_peaks_of_the_program_to_the_byte(self, tied: bool) -> None:
         for profile, instance, choices in cases(tied, offload=False):
             evaluation = WindowReplay(instance).evaluate(ChoiceBatch.of([choices]))
-            peaks = replayed(profile, instance, choices).peak_bytes
+            timeline = replayed(profile, instance, choices)
+            peaks = timeline.peak_bytes
+            assert round(evaluation.moved_gb[0] * 1e9) == timeline.pinned_bytes
             assert round(evaluation.gpu_gb[0] * 1e9) == peaks["gpu"]
             assert round(evaluation.host_gb[0] * 1e9) == peaks["host"]
 

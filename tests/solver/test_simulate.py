@@ -81,8 +81,31 @@ class TestTime:
             timeline = simulate(program([up, down, forward], edges), profile, micro_batch=1)
             assert timeline.step_s == pytest.approx(expected_s)
 
+    def test_copies_of_ordinary_memory_take_their_own_curves(self) -> None:
+        profile = tiny_profile()
+        slow = {"h2d_pageable": Curve(points=[(1, 0.25e9)]), "h2d_pageable_both": Curve(points=[(1, 0.125e9)])}
+        profile = profile.model_copy(
+            update={"links": {**profile.links, **slow, "d2h_pageable": Curve(points=[(1, 1e9)])}}
+        )
+        up = op("up", "h2d", cost=("link", "h2d_pageable"), num_bytes=10 * MB)
+        forward = op("forward", "compute")
+        edges = [("up", "forward", 0), ("forward", "up", 1)]
+        for down_bytes, expected_s in ((12, 0.040), (10 * MB, 0.080)):
+            down = op("down", "d2h", cost=("link", "d2h_pageable"), num_bytes=down_bytes)
+            timeline = simulate(program([up, down, forward], edges), profile, micro_batch=1)
+            assert timeline.step_s == pytest.approx(expected_s)
+
 
 class TestMemory:
+    def test_what_is_page_locked_is_counted(self) -> None:
+        sizes = {"weights": (7, True), "grads": (5, True), "state": (100, False)}
+        buffers = [
+            Buffer(id=f"host/{kind}/x", tier="host", kind=kind, num_bytes=size, pinned=pinned)
+            for kind, (size, pinned) in sizes.items()
+        ]
+        timeline = simulate(program([op("a", "compute")], [], buffers), tiny_profile(), micro_batch=1)
+        assert timeline.pinned_bytes == 12
+
     def test_peak_is_where_lifetimes_and_working_sets_meet(self) -> None:
         ops = [op("a", "compute", working_bytes=5), op("b", "compute", working_bytes=40), op("c", "compute")]
         buffers = [
