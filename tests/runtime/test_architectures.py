@@ -98,7 +98,11 @@ def gradients_of_transformers(model: PreTrainedModel, batch: Batch) -> tuple[flo
 
 
 def worst_error(
-    config: PretrainedConfig, plan: Plan, batch: Batch | None = None, gradients: Gradients = gradients_of_transformers
+    config: PretrainedConfig,
+    plan: Plan,
+    batch: Batch | None = None,
+    gradients: Gradients = gradients_of_transformers,
+    device: torch.device = CPU,
 ) -> float:
     """Largest error of a streamed gradient over that of transformers' own in fp32; losses are held together too."""
     batch = batch or uneven_batch(plan.batch_size, SEQ_LEN, config.vocab_size, seed=3)
@@ -106,16 +110,17 @@ def worst_error(
     loss, theirs = gradients(source, batch)
     exact_loss, exact = gradients(model_of(config, torch.float64), batch)
     settings, worst = AdamWSettings(), 0.0
-    with Session(plan, config, CPU, settings=settings, max_grad_norm=1.0, host_limit_bytes=10**9) as session:
+    with Session(plan, config, device, settings=settings, max_grad_norm=1.0, host_limit_bytes=10**9) as session:
         weights = dict(source.named_parameters())
         session.load(lambda key, target: target.copy_(weights[key].detach()))
         result = session.executor.step(batch, 0.0)
+        session.executor.drain()
         assert result.loss == pytest.approx(exact_loss, rel=1e-6)
         assert result.loss == pytest.approx(loss, rel=1e-6)
         for stage in session.model.stages:
             for key, ours in session.gradients(stage).items():
                 yardstick = max((theirs[key] - exact[key]).norm(), 1e-7 * exact[key].norm())
-                worst = max(worst, float((ours - exact[key]).norm() / yardstick))
+                worst = max(worst, float((ours.cpu() - exact[key]).norm() / yardstick))
         assert session.executor.evaluate(batch).loss == pytest.approx(result.loss, rel=1e-6)
     return worst
 

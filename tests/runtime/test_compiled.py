@@ -59,7 +59,7 @@ def joint_graph(model: Model, stage: Stage) -> graphs.JointGraph:
     return _traced[key]
 
 
-def compiled_variants(model: Model, seq_len: int = SEQ_LEN) -> dict[str, SaveVariant]:
+def compiled_variants(model: Model, seq_len: int = SEQ_LEN, micro_batch: int = MICRO_BATCH) -> dict[str, SaveVariant]:
     """What the profiler could offer, without times; the head compiled too."""
     head = end_variants("head")["head:all"].model_copy(update={"compiled": True})
     variants: dict[str, SaveVariant] = end_variants("embed") | {variant_key("head", "all"): head}
@@ -67,7 +67,7 @@ def compiled_variants(model: Model, seq_len: int = SEQ_LEN) -> dict[str, SaveVar
         if not stage.is_block or any(key.startswith(f"{stage.structure}:") for key in variants):
             continue
         input_bytes = aligned(model.calls.hidden_shape.numel() * model.dtype.itemsize)
-        for wanted in candidates(partial(model.kept, stage), MICRO_BATCH * seq_len, BUDGETS):
+        for wanted in candidates(partial(model.kept, stage), micro_batch * seq_len, BUDGETS):
             variants[variant_key(stage.structure, wanted.name)] = variant(wanted, input_bytes)
     return variants
 

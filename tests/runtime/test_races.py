@@ -77,7 +77,7 @@ def outcome(case: Case, make: Make) -> list[object]:
     """Losses, norms, and every byte of weights and optimizer state by stage, after three steps launched at once."""
     plan, tied, clip_norm = case
     config = llama(tied)
-    data = batches(plan.accumulation, config.vocab_size)
+    data = batches(plan.accumulation, config.vocab_size, plan.packing)
     with open_session(plan, config, clip_norm) as session:
         executor = make(session)
         try:

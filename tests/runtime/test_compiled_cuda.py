@@ -1,0 +1,86 @@
+"""Compiled graphs on a GPU: gradients are transformers' own, and placement does not change a bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from lazysched.runtime.model import Model
+from lazysched.schemas import Plan, SaveVariant
+from tests.lowering.plans import plans
+from tests.runtime.test_architectures import CONFIGS, ERROR_RATIO, plan_of, worst_error
+from tests.runtime.test_architectures import MICRO_BATCH as FEW_ROWS
+from tests.runtime.test_architectures import SEQ_LEN as FEW_TOKENS
+from tests.runtime.test_compiled import all_kept, compiled_variants
+from tests.runtime.test_cuda import CHUNK_TOKENS, MICRO_BATCH, SEQ_LEN, assert_equal, config, outcome
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.filterwarnings("ignore:.*determinis.*:UserWarning"),
+    pytest.mark.timeout(600),
+]
+GPU = torch.device("cuda")
+
+
+@pytest.fixture(autouse=True)
+def _deterministic() -> Iterator[None]:
+    """Attention's backward adds in any order unless told not to."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "qwen3"])
+def test_gradients_are_those_of_transformers(name: str) -> None:
+    """A variant in the middle, the block's input alone, and two micro-batches that are summed."""
+    model = Model(CONFIGS[name], "float32", GPU, micro_batch=FEW_ROWS, seq_len=FEW_TOKENS)
+    variants = compiled_variants(model, FEW_TOKENS)
+    middle = [v.name for v in variants.values() if v.budget is not None][2]
+    assert worst_error(CONFIGS[name], plan_of(model, variants, middle), device=GPU) <= ERROR_RATIO
+
+
+@cache
+def model_and_variants(tied: bool) -> tuple[Model, dict[str, SaveVariant]]:
+    model = Model(config(tied), "bfloat16", GPU, micro_batch=MICRO_BATCH, seq_len=SEQ_LEN)
+    return model, compiled_variants(model, SEQ_LEN, MICRO_BATCH)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[Plan, bool]:
+    tied, accumulation = draw(st.booleans()), draw(st.sampled_from([1, 3]))
+    model, variants = model_and_variants(tied)
+    plan = draw(
+        plans(
+            model.stages, variants, micro_batch=MICRO_BATCH, accumulation=accumulation, seq_len=SEQ_LEN,
+            compute_dtype="bfloat16", clip_norm=0.5, loss_chunk_tokens=CHUNK_TOKENS, formats=("hybrid8",),
+        )
+    )  # fmt: skip
+    return plan.model_copy(update={"model_id": model.model_id}), tied
+
+
+@settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck))
+@given(cases())
+def test_placement_does_not_change_a_bit(case: tuple[Plan, bool]) -> None:
+    plan, tied = case
+    assert_equal(outcome(plan, tied), outcome(all_resident(plan), tied))
+
+
+def all_resident(plan: Plan) -> Plan:
+    """The same save variants with everything on the GPU."""
+    resident = all_kept(plan).stages
+    stages = {
+        name: resident[name].model_copy(
+            update={
+                "save": choice.save, "state_format": choice.state_format,
+                "saved_tiers": dict.fromkeys(choice.saved_tiers, "gpu"),
+            }
+        )
+        for name, choice in plan.stages.items()
+    }  # fmt: skip
+    return plan.model_copy(update={"stages": stages, "prefetch_depth": 1, "d2h_lag": 0, "host_memory": "pinned"})
