@@ -92,6 +92,7 @@ class Case:
 CASES = [
     Case("7b_32x1k", "7b", 32, 1024, None, (8, 16, 32)),
     Case("7b_8x1k", "7b", 8, 1024, None, (4, 8), num_steps=14),
+    Case("7b_8x1k_resident", "7b", 8, 1024, None, (4, 8), num_steps=14, resident=True),
     Case("7b_32x1k_24gb", "7b", 32, 1024, 24, (8, 16)),
     Case("7b_64x1k_24gb", "7b", 64, 1024, 24, (8, 16)),
     Case("7b_64x1k_resident", "7b", 64, 1024, 24, (8, 16), resident=True),
@@ -219,11 +220,18 @@ def measure(
         "tokens_per_s": (tokens / step_s, "1/s"),
         "model_tflops": (model_flops(case, measured) / step_s / 1e12, "TFLOP/s"),
         "exposed_share": (timed.idle_s / step_s, "1"),
+        "gpu_update_share": (gpu_update_s(session.program, intervals) / step_s, "1"),
         "peak_gpu_bytes": (reserved, "bytes"),
         "predicted_peak_gpu_bytes": (plan.predicted.peak_bytes["gpu"], "bytes"),
         "gpu_budget_bytes": (plan.budget_bytes.get("gpu"), "bytes"),
         "slowest_step_s": (max(times_s), "s"),
     }
+
+
+def gpu_update_s(program: Program, intervals: Sequence[Interval]) -> float:
+    """Time per step in which ``compute`` updates."""
+    updates = [i for i in intervals if i.engine == "compute" and program.ops[i.op].kind == "update"]
+    return sum(interval.duration_s for interval in updates) / TIMED_STEPS
 
 
 def step_times(session: Session, case: Case, vocabulary: int, recorder: Recorder) -> Iterator[float]:

@@ -14,6 +14,7 @@ from lazysched.errors import RunError
 from lazysched.layout import MASTER_BYTES
 from lazysched.profiles.attention import representatives
 from lazysched.profiles.clock import num_repeats, stopwatch, synchronize, timing, wall_s
+from lazysched.profiles.fragmentation import fragmentation_bytes
 from lazysched.profiles.live_bytes import memory_meter
 from lazysched.profiles.random_data import random_normal, random_tokens, random_weights
 from lazysched.profiles.variants import UNCOMPILED, Wanted, candidates, interpolated, kept_bytes, worth_keeping
@@ -28,8 +29,6 @@ from lazysched.schemas.profile import UNCOMPILED_NOTE
 
 OUTPUT_GRAD_SCALE = 1e-3
 HEAT_S = 0.5
-CHAIN_BLOCKS, CHAIN_MICRO_BATCHES = 3, 2
-"""What runs in a row to see fragmentation."""
 
 
 @dataclass(frozen=True)
@@ -101,6 +100,7 @@ class _Measuring:
         self.compiled, self.reference = compiled, reference
         self.rows = (micro_batch, seq_len)
         self.vocabulary = next(iter(model.stages[0].params.values()))[0]
+        self.forms: list[tuple[Stage, BlockForm]] = []
         self.fragmentation_bytes = 0
         self.notes: dict[str, str] = {}
 
@@ -187,32 +187,22 @@ class _Measuring:
         if wanted.keep:
             saved["intermediates"] = forward().kept.intermediate_bytes
         block_pass = Pass(forward, backward, lambda kept: sum(kept.kept.sizes))
-        variant = self._variant(wanted.name, saved, block_pass, wanted.budget)
-        if self.device.type == "cuda":
-            self._note_fragmentation(form, arguments, hidden, output_grad, targets)
-        return variant
+        self.forms.append((stage, form))
+        return self._variant(wanted.name, saved, block_pass, wanted.budget)
 
-    def _note_fragmentation(
-        self, form: BlockForm, arguments: dict[str, Any], hidden: torch.Tensor, output_grad: torch.Tensor,
-        targets: list[torch.Tensor],
-    ) -> None:  # fmt: skip
-        """Run some blocks layer by layer, as a step does, and see what the allocator holds beyond what it gave out."""
-        self._begin_run()
-        torch.cuda.reset_peak_memory_stats(self.device)
-        try:
-            saved, order = [], range(CHAIN_BLOCKS * CHAIN_MICRO_BATCHES)
-            slots = [torch.empty_like(hidden) for _ in range(CHAIN_MICRO_BATCHES)]
-            for m in order:
-                saved.append(form.forward(hidden, arguments, slots[m % CHAIN_MICRO_BATCHES]))
-            for m in order:
-                slot = slots[m % CHAIN_MICRO_BATCHES]
-                form.backward(saved.pop(), arguments, output_grad, slot, targets, first=True)
-        except torch.OutOfMemoryError:
-            self.notes["fragmentation"] = "not measured for all variants: some blocks in a row do not fit the GPU"
-            return
-        stats = torch.cuda.memory_stats(self.device)
-        beyond = stats["reserved_bytes.all.peak"] - stats["allocated_bytes.all.peak"]
-        self.fragmentation_bytes = max(self.fragmentation_bytes, beyond)
+    def _note_fragmentation(self, loss: Callable[[], object]) -> None:
+        for stage, form in self.forms:
+            template, arguments = self.model.templates[stage.structure], self.model.arguments(stage)
+            weights = random_weights(stage, self.model.dtype, self.device)
+            template.bind(weights, stage)
+            targets = self._views(torch.empty_like(weights), stage)
+            hidden = random_normal(self.model.calls.hidden_shape, self.model.dtype, self.device, OUTPUT_GRAD_SCALE)
+            try:
+                found_bytes = fragmentation_bytes(form, arguments, hidden, targets, loss)
+            except torch.OutOfMemoryError:
+                self.notes["fragmentation"] = "not measured for all variants: some blocks in a row do not fit the GPU"
+                return
+            self.fragmentation_bytes = max(self.fragmentation_bytes, found_bytes)
 
     def _head_variant(self, embed: Stage, head: Stage, hidden_shape: torch.Size) -> SaveVariant:
         if self.compiled:
@@ -222,7 +212,10 @@ class _Measuring:
                 self.compiled = False
                 self.notes[f"{UNCOMPILED_NOTE}head"] = f"the loss runs uncompiled: {error}"
         head_pass = self._head_pass(embed, head, hidden_shape)
-        return self._variant("all", {}, head_pass, compiled=self.compiled)
+        variant = self._variant("all", {}, head_pass, compiled=self.compiled)
+        if self.device.type == "cuda":
+            self._note_fragmentation(lambda: head_pass.backward(None))
+        return variant
 
     def _head_pass(self, embed: Stage, head: Stage, hidden_shape: torch.Size) -> Pass:
         ends = self.model.ends

@@ -23,6 +23,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
     pytest.mark.filterwarnings("ignore:.*determinis.*:UserWarning"),
+    pytest.mark.filterwarnings("ignore:TensorFloat32:UserWarning"),
     pytest.mark.timeout(600),
 ]
 GPU = torch.device("cuda")
