@@ -177,7 +177,7 @@ def solve(
     batch_size: Annotated[int, typer.Option(min=1, help="Rows of one step.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="Plan to write.")],
     gpu_memory: Annotated[str | None, typer.Option(help="Most GPU memory, as 24GB. [what was free]")] = None,
-    host_memory: Annotated[str | None, typer.Option(help="Most host memory, as 100GB. [free, less 4 GB]")] = None,
+    host_memory: Annotated[str | None, typer.Option(help="Most host memory, as 100GB. [free, less 8 GB]")] = None,
     nvme: Annotated[str, typer.Option(help="Most bytes of files, as 500GB.")] = "0",
     max_grad_norm: Annotated[float, typer.Option(min=0, help="Gradient norm to clip to; 0 gives clipping up.")] = 1.0,
     finite_check: Annotated[

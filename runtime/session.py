@@ -73,12 +73,13 @@ class Session:
         self.buffers = Buffers(self.program, plan.compute_dtype, device, host_limit_bytes)
         with ExitStack() as undo:
             undo.callback(self.buffers.close)
-            if plan.predicted is not None:
-                claim(device, plan.predicted.peak_bytes.get("gpu", 0), plan.context_bytes)
             self.updates = {stage.id: self._update_of(stage, layout, settings) for stage in self.model.stages}
             self.executor = Executor(
                 plan, self.program, self.model, self.buffers, self.updates, settings, max_grad_norm
             )  # fmt: skip
+            undo.callback(self.executor.close)
+            if plan.predicted is not None:
+                claim(device, plan.predicted.peak_bytes.get("gpu", 0), plan.context_bytes)
             undo.pop_all()
 
     def _update_of(self, stage: Stage, layout: Layout, settings: AdamWSettings) -> StageUpdate:

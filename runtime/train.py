@@ -159,7 +159,9 @@ def train(
             measured, program, intervals = memory.peaks(session), session.program, recorder.intervals()
             counted = [interval for interval in intervals if _counts(history.rows[interval.step])]
             _export(session, inputs.source, folder, history, counted)
-    except torch.OutOfMemoryError as error:
+    except (torch.OutOfMemoryError, torch.AcceleratorError) as error:  # the allocator's, and the driver's own
+        if "out of memory" not in str(error):
+            raise
         raise _out_of_memory(plan, error) from None
     if trace is not None:
         save_chrome_trace(Path(trace), program, [interval for interval in intervals if interval.step in traced])
@@ -340,7 +342,7 @@ class _Memory:
         return both if self._device.type == "cuda" else {"gpu+host": sum(both.values())}
 
 
-def _out_of_memory(plan: Plan, error: torch.OutOfMemoryError) -> RunError:
+def _out_of_memory(plan: Plan, error: Exception) -> RunError:
     """What was planned, what was found and what to do; lets go what the failed step still held.
 
     Torch's allocator keeps what it reserved after the session was closed, so its numbers are those of the failure.

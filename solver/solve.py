@@ -47,8 +47,9 @@ NUM_RELAXED, NUM_DESCENTS = 10, 3
 """Combinations that are relaxed, and of these improved, at most, before the proof begins."""
 NUM_FINALISTS = 4
 """Plans that are simulated at most."""
-PROCESS_BYTES = 4 * 10**9
-"""What the process itself takes of the host beside a plan's buffers: driver, libraries, compiler, data."""
+UNPLANNED_BYTES: dict[Tier, int] = {"gpu": 5 * 10**8, "host": 8 * 10**9}
+"""Left out of what was free when that is the budget: beside a plan's buffers the driver takes some of the GPU for what
+is page-locked and loaded later, and the process some of the host for libraries, compiler workers and data."""
 MAX_ROUNDS = 60
 SIMULATED_STEPS = 4
 MAX_TIGHTENINGS = 3
@@ -113,8 +114,8 @@ def solve(
     Args:
         profile: measurements of model and machine.
         batch_size: rows of one step; micro-batches of the profile that divide it are considered.
-        gpu_memory_bytes: budget, driver context included; None: what was free while measuring.
-        host_memory_bytes: likewise for the host; None, beside a GPU: without what the process itself takes.
+        gpu_memory_bytes: budget, driver context included; None: what was free, beside a GPU less 0.5 GB.
+        host_memory_bytes: likewise for the host; None: what was free, beside a GPU less 8 GB.
         nvme_bytes: must be 0 for now.
         max_grad_norm: global gradient norm to clip to; None gives clipping up.
         check_finite: skip steps whose gradient is not finite; False, which needs no clipping, lets updates start during
@@ -175,8 +176,8 @@ def _budget(profile: Profile, tier: Tier, given: int | None) -> int:
     budget = profile.free_bytes.get(tier) if given is None else given
     if budget is None:
         raise UsageError(f"profile: free_bytes.{tier}: null; give --{tier}-memory")
-    if given is None and tier == "host" and profile.device == "cuda":
-        budget = max(budget - PROCESS_BYTES, budget // 2)
+    if given is None and profile.device == "cuda":
+        budget = max(budget - UNPLANNED_BYTES[tier], budget // 2)
     if budget <= 0:
         raise UsageError(f"{tier}_memory: {budget} bytes is no budget; use a positive size")
     return budget

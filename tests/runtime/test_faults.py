@@ -10,6 +10,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -225,6 +226,23 @@ def test_out_of_gpu_memory_says_what_was_planned_what_was_found_and_what_to_do(
     assert "1.1 GB taken by the driver and other processes, and 1 GB free when 2.00 GiB more was asked for" in message
     assert message.endswith("solve again with a smaller --gpu-memory or --batch-size")
     assert folder.train() == 0
+
+
+def test_out_of_memory_of_the_driver_is_one_line_too_and_its_other_errors_are_not_taken_for_it(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(reason: str) -> None:
+        raise torch.AcceleratorError(f"CUDA error: {reason}")
+
+    with monkeypatch.context() as patch:
+        fail_in(patch, "backward/block.1/0", partial(fail, "out of memory"))
+        patch.setattr(torch.cuda, "memory_reserved", lambda: 0)
+        patch.setattr(torch.cuda, "max_memory_allocated", lambda: 0)
+        assert "memory more was asked for; solve again with a smaller --gpu-memory" in refused(folder, capsys)
+    with monkeypatch.context() as patch:
+        fail_in(patch, "backward/block.1/0", partial(fail, "an illegal memory access was encountered"))
+        with pytest.raises(torch.AcceleratorError, match="illegal memory access"):
+            folder.train()
 
 
 def test_out_of_memory_lets_the_tensors_of_the_step_go(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
