@@ -188,7 +188,7 @@ def measure(
     """Train some steps as the plan says; metric -> (value, unit)."""
     on_gpu, plan = device.type == "cuda", solution.plan
     machine.reset_peaks(device)
-    machine.configure_allocator(device, plan.budget_bytes.get("gpu"), plan.context_bytes)
+    machine.configure_allocator(device)
     limit = machine.host_memory()[1]
     recorder = Recorder(range(WARM_UP_STEPS, WARM_UP_STEPS + TIMED_STEPS), device)
     started_s = time.perf_counter()

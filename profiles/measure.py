@@ -22,7 +22,14 @@ from lazysched.profiles.pinning import measure_pinning
 from lazysched.profiles.stages import StageMeasurements, measure_stages
 from lazysched.profiles.updates import measure_updates
 from lazysched.runtime.engines import cpu_threads
-from lazysched.runtime.machine import configure_allocator, context_bytes, device_memory, hardware_id, host_memory
+from lazysched.runtime.machine import (
+    configure_allocator,
+    context_bytes,
+    device_memory,
+    hardware_id,
+    hold_to_budget,
+    host_memory,
+)
 from lazysched.runtime.model import Model
 from lazysched.runtime.sources import resolve_model
 from lazysched.schemas import Dtype, Profile, SaveVariant, Stage, Tier
@@ -97,6 +104,7 @@ def profile(
     if longest is not None and seq_len > longest:
         raise UsageError(f"seq_len: {seq_len} is beyond the model's max_position_embeddings {longest}; use less")
     configure_allocator(settings.device)
+    hold_to_budget(settings.device, None)
     return _Profiling(config, settings).run()
 
 

@@ -64,8 +64,22 @@ def context_bytes(device: torch.device) -> int:
     return total_bytes - free_bytes - torch.cuda.memory_reserved(device)
 
 
-def configure_allocator(device: torch.device, budget_bytes: int | None = None, planned_context_bytes: int = 0) -> None:
-    """Let torch's allocator grow its segments in place, which keeps fragmentation low, and hold it to a budget.
+def configure_allocator(device: torch.device) -> None:
+    """Let torch's allocator grow its segments in place, which keeps fragmentation low.
+
+    Args:
+        device: nothing happens unless it is a CUDA device.
+    """
+    if device.type != "cuda":
+        return
+    if hasattr(torch._C, "_accelerator_setAllocatorSettings"):  # torch 2.11 moved it here
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+    else:
+        torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+
+
+def hold_to_budget(device: torch.device, budget_bytes: int | None, planned_context_bytes: int = 0) -> None:
+    """Let torch's allocator refuse what would exceed a budget.
 
     Args:
         device: nothing happens unless it is a CUDA device.
@@ -74,10 +88,6 @@ def configure_allocator(device: torch.device, budget_bytes: int | None = None, p
     """
     if device.type != "cuda":
         return
-    if hasattr(torch._C, "_accelerator_setAllocatorSettings"):  # torch 2.11 moved it here
-        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
-    else:
-        torch.cuda.memory._set_allocator_settings("expandable_segments:True")
     share = 1.0  # an earlier run in this process may have left a smaller one
     if budget_bytes is not None:
         outside_bytes = max(context_bytes(device), planned_context_bytes)

@@ -152,6 +152,8 @@ class Operations:
             return
         form, arguments = self._bound_form(op, stage), self._model.arguments(stage, m)
         hidden, output = self._hidden(op.reads), self._hidden(op.writes)
+        for slot in op.writes:  # its copy is done before this forward runs, so that its memory serves the forward
+            self._outgoing.pop(slot, None)
         if context.training:
             self._keep(op, stage, m, form.forward(hidden, arguments, output))
         else:

@@ -18,7 +18,7 @@ from lazysched.runtime.engines import cpu_threads
 from lazysched.runtime.executor import Executor
 from lazysched.runtime.flat import flat_views
 from lazysched.runtime.hybrid8 import SMALLEST_EPSILON
-from lazysched.runtime.machine import claim
+from lazysched.runtime.machine import claim, hold_to_budget
 from lazysched.runtime.model import Model
 from lazysched.runtime.stage_updates import AdamWFp32, AdamWSettings, Hybrid8Update, StageUpdate
 from lazysched.schemas import Plan, Stage
@@ -66,6 +66,7 @@ class Session:
                 f"plan: argument_bytes: {plan.argument_bytes}, packed rows take {self.model.argument_bytes} here; "
                 f"profile with --packing and solve again"
             )
+        hold_to_budget(device, plan.budget_bytes.get("gpu"), plan.context_bytes)
         layout = Layout(plan, self.model.stages)
         _check_settings(plan, settings, max_grad_norm)
         _build_forms(layout, self.model)
@@ -78,6 +79,7 @@ class Session:
                 plan, self.program, self.model, self.buffers, self.updates, settings, max_grad_norm
             )  # fmt: skip
             undo.callback(self.executor.close)
+            hold_to_budget(device, plan.budget_bytes.get("gpu"), plan.context_bytes)  # page-locking took some of it
             if plan.predicted is not None:
                 claim(device, plan.predicted.peak_bytes.get("gpu", 0), plan.context_bytes)
             undo.pop_all()
@@ -112,6 +114,7 @@ class Session:
                 for module in self._bound_modules(stage, weights):
                     self.model.initialise_module(module)
                 self.load_stage(stage, weights)
+                self._bound_modules(stage, weights.new_zeros(1).expand(weights.shape))  # lets go of what was drawn
 
     def _bound_modules(self, stage: Stage, weights: torch.Tensor) -> Iterator[nn.Module]:
         parts = self.model.ends.architecture

@@ -277,7 +277,7 @@ def _compare_hardware(plan: Plan, device: torch.device, console: Console) -> Non
 def _open(
     plan: Plan, source: ModelSource, device: torch.device, settings: AdamWSettings, clip_norm: float | None
 ) -> Session:
-    machine.configure_allocator(device, plan.budget_bytes.get("gpu"), plan.context_bytes)
+    machine.configure_allocator(device)
     host_limit_bytes = machine.host_memory()[1]
     if "host" in plan.budget_bytes:
         host_limit_bytes = min(host_limit_bytes, plan.budget_bytes["host"])
