@@ -18,10 +18,11 @@ import hashlib
 from collections import deque
 from collections.abc import Sequence
 
+from lazysched.emitter import Emitter
 from lazysched.hazards import dependency_edges
 from lazysched.hidden_slots import HiddenSlots
-from lazysched.layout import MASTER_BYTES, Layout, link_name
-from lazysched.schemas import Buffer, Engine, Op, OpKind, Phase, Plan, Program, Stage, Tier
+from lazysched.layout import MASTER_BYTES, Layout
+from lazysched.schemas import Plan, Program, Stage
 from lazysched.static_buffers import static_buffer_sizes
 from lazysched.uploads import Uploads
 
@@ -47,12 +48,8 @@ class _Lowering:
         self.layout = layout
         self.plan = layout.plan
         self.training = training
-        memory = self.plan.host_memory
-        self.links: dict[Engine, tuple[str, ...]] = {
-            "h2d": ("link", link_name("h2d", memory)), "d2h": ("link", link_name("d2h", memory)),
-        }  # fmt: skip
-        self.ops: dict[str, Op] = {}
-        self.buffers: dict[str, Buffer] = {}
+        self.emitter = Emitter(self.plan.host_memory)
+        self.emit, self.buffer = self.emitter.emit, self.emitter.buffer
         self.uploads = Uploads(layout, training)
         self.window = -1
         self.num_saves = self.num_grads = 0
@@ -69,9 +66,9 @@ class _Lowering:
     def run(self) -> Program:
         """The whole step."""
         for buffer_id, num_bytes in static_buffer_sizes(self.layout, self.training).items():
-            self._buffer(buffer_id, num_bytes)
+            self.buffer(buffer_id, num_bytes)
         batch_bytes = self.layout.batch_bytes
-        self._emit("batch", "copy", "h2d", reads=("host/batch",), writes=("gpu/batch",), num_bytes=batch_bytes)
+        self.emit("batch", "copy", "h2d", reads=("host/batch",), writes=("gpu/batch",), num_bytes=batch_bytes)
         self._forward_pass()
         self._head()
         if self.training:
@@ -84,53 +81,17 @@ class _Lowering:
         text = self.plan.model_dump_json()
         return Program(
             plan_hash=hashlib.sha256(text.encode()).hexdigest()[:16],
-            ops=self.ops,
-            edges=dependency_edges(list(self.ops.values())),
-            buffers=self.buffers,
+            ops=self.emitter.ops,
+            edges=dependency_edges(list(self.emitter.ops.values())),
+            buffers=self.emitter.buffers,
         )
-
-    # ---- emitting
-
-    def _emit(
-        self,
-        op_id: str,
-        kind: OpKind,
-        engine: Engine,
-        *,
-        stage: str | None = None,
-        phase: Phase | None = None,
-        micro_batch: int | None = None,
-        cost: tuple[str, ...] | None = None,
-        num_bytes: int = 0,
-        num_params: int = 0,
-        working_bytes: int = 0,
-        reads: tuple[str, ...] = (),
-        writes: tuple[str, ...] = (),
-    ) -> str:
-        self.ops[op_id] = Op(
-            id=op_id, kind=kind, engine=engine, priority=len(self.ops), stage=stage, phase=phase,
-            micro_batch=micro_batch, cost=self.links.get(engine, ()) if cost is None else cost, num_bytes=num_bytes,
-            num_params=num_params, working_bytes=working_bytes, reads=reads, writes=writes,
-        )  # fmt: skip
-        return op_id
-
-    def _buffer(
-        self, buffer_id: str, num_bytes: int, alloc_at: str | None = None, free_after: str | None = None
-    ) -> None:
-        tier, kind = buffer_id.split("/")[:2]
-        place: Tier = "gpu" if tier == "gpu" else "host"
-        pinned = place == "host" and kind != "state" and self.plan.host_memory == "pinned"
-        self.buffers[buffer_id] = Buffer(
-            id=buffer_id, tier=place, kind=kind, num_bytes=num_bytes, alloc_at=alloc_at, free_after=free_after,
-            pinned=pinned,
-        )  # fmt: skip
 
     # ---- weights
 
     def _issue_uploads(self) -> None:
         """Emit the uploads that may follow the window just finished, and go on to the next."""
         for stage, phase in self.uploads.after.get(self.window, []):
-            self._emit(
+            self.emit(
                 f"load/{stage.id}/{phase}", "copy", "h2d", stage=stage.id, phase=phase,
                 num_bytes=stage.weight_bytes, reads=(f"host/weights/{stage.id}",),
                 writes=(self.uploads.weights(stage, phase),),
@@ -156,14 +117,14 @@ class _Lowering:
         writes = [target]
         if self.training and layout.kept_bytes(stage):
             writes.append(f"gpu/saved/{stage.id}/{m}")
-            self._buffer(f"gpu/saved/{stage.id}/{m}", layout.kept_bytes(stage), op_id, f"backward/{stage.id}/{m}")
+            self.buffer(f"gpu/saved/{stage.id}/{m}", layout.kept_bytes(stage), op_id, f"backward/{stage.id}/{m}")
         outgoing = f"gpu/outgoing/slot{self.num_saves % (self.plan.d2h_lag + 1)}"
         if offloads and layout.outgoing_bytes(stage):
             writes.append(outgoing)
         reads = [source, self.uploads.weights(stage, "forward")]
         if self.plan.packing:
             (reads if stage.is_block else writes).append(f"gpu/arguments/{m}")
-        self._emit(
+        self.emit(
             op_id, "forward", "compute", stage=stage.id, phase="forward", micro_batch=m,
             cost=("variant", stage.structure, variant.name, "forward"),
             working_bytes=variant.working_forward_bytes,
@@ -190,8 +151,8 @@ class _Lowering:
         size, target = layout.offloaded_bytes(stage), f"host/saved/{stage.id}/{m}"
         reads = [self.hidden[m]] if layout.choice(stage).input_tier == "host" else []
         reads += [outgoing] if layout.outgoing_bytes(stage) else []
-        self._buffer(target, size)
-        self._emit(
+        self.buffer(target, size)
+        self.emit(
             f"save/{stage.id}/{m}", "copy", "d2h", stage=stage.id, phase="forward", micro_batch=m,
             num_bytes=size, reads=tuple(reads), writes=(target,),
         )  # fmt: skip
@@ -227,7 +188,7 @@ class _Lowering:
             self.hidden[m] = self.slots.take()
             writes += [self.hidden[m], layout.accumulator(stage)]
             writes += ["gpu/accumulator/shared"] if layout.tied else []
-        self._emit(
+        self.emit(
             op_id, "loss", "compute", stage=stage.id, phase="backward" if self.training else "forward", micro_batch=m,
             cost=("variant", stage.structure, variant.name, phase),
             working_bytes=variant.working_backward_bytes if self.training else variant.working_forward_bytes,
@@ -252,7 +213,7 @@ class _Lowering:
         stage = self.layout.blocks[-1 - back]
         if not self.layout.offloaded_bytes(stage):
             return
-        self._emit(
+        self.emit(
             f"fetch/{stage.id}/{m}", "copy", "h2d", stage=stage.id, phase="backward", micro_batch=m,
             num_bytes=self.layout.offloaded_bytes(stage), reads=(f"host/saved/{stage.id}/{m}",),
             writes=(self._fetched(self.fetch_index[stage.id, m]),),
@@ -284,7 +245,7 @@ class _Lowering:
             reads.append(self._fetched(self.fetch_index[stage.id, m]))
         if self.plan.packing:
             reads.append(f"gpu/arguments/{m}")
-        self._emit(
+        self.emit(
             f"backward/{stage.id}/{m}", "backward", "compute", stage=stage.id, phase="backward", micro_batch=m,
             cost=("variant", stage.structure, variant.name, "backward"), num_bytes=layout.adding_bytes(stage, m),
             working_bytes=variant.working_backward_bytes,
@@ -297,7 +258,7 @@ class _Lowering:
         layout, stage = self.layout, self.layout.embed
         variant, target = layout.variants[stage.id], layout.accumulator(stage)
         for m in range(self.plan.accumulation):
-            self._emit(
+            self.emit(
                 f"backward/embed/{m}", "backward", "compute", stage=stage.id, phase="backward", micro_batch=m,
                 cost=("variant", stage.structure, variant.name, "backward"),
                 working_bytes=variant.working_backward_bytes,
@@ -305,7 +266,7 @@ class _Lowering:
             )  # fmt: skip
             self.slots.give(self.hidden.pop(m))
         if layout.tied:
-            self._emit(
+            self.emit(
                 "accumulate/embed", "accumulate", "compute", stage=stage.id, cost=("link", "gpu"),
                 num_bytes=3 * MASTER_BYTES * layout.elements(stage), reads=("gpu/accumulator/shared",),
                 writes=(target,),
@@ -329,13 +290,13 @@ class _Lowering:
         layout, gradient = self.layout, self._gradient(stage)
         accumulates = layout.accumulates(stage)
         read_bytes = (MASTER_BYTES * layout.elements(stage) + stage.weight_bytes) if accumulates else 0
-        self._emit(
+        self.emit(
             f"norm/{stage.id}", "norm", "compute", stage=stage.id, cost=("link", "gpu"),
             num_bytes=read_bytes + stage.weight_bytes, reads=(self._gradient_target(stage),),
             writes=("gpu/norms", gradient) if accumulates else ("gpu/norms",),
         )  # fmt: skip
         if layout.on_host(stage):
-            self._emit(
+            self.emit(
                 f"grads/{stage.id}", "copy", "d2h", stage=stage.id, num_bytes=stage.weight_bytes, reads=(gradient,),
                 writes=(f"host/grads/{stage.id}",),
             )  # fmt: skip
@@ -348,25 +309,25 @@ class _Lowering:
     def _totals(self) -> None:
         """What the step reports: loss and gradient norms, sent to the host."""
         reads = ("gpu/loss", "gpu/norms") if self.training else ("gpu/loss",)
-        self._emit("totals", "totals", "compute", reads=reads, writes=("gpu/totals",))
+        self.emit("totals", "totals", "compute", reads=reads, writes=("gpu/totals",))
         self._emit_small_copy("totals")
 
     def _scale(self) -> None:
         """What updates read: clip factor and coefficients, made once, on the GPU, so that all processors see one."""
         reads = ("gpu/totals",) if self.plan.update.waits_for_norm else ()
-        self._emit("scale", "scale", "compute", reads=reads, writes=("gpu/scale",))
+        self.emit("scale", "scale", "compute", reads=reads, writes=("gpu/scale",))
         self._emit_small_copy("scale")
 
     def _emit_small_copy(self, kind: str) -> None:
-        self._emit(
-            f"{kind}/copy", "copy", "d2h", num_bytes=self.buffers[f"gpu/{kind}"].num_bytes, reads=(f"gpu/{kind}",),
-            writes=(f"host/{kind}",),
+        source = self.emitter.buffers[f"gpu/{kind}"]
+        self.emit(
+            f"{kind}/copy", "copy", "d2h", num_bytes=source.num_bytes, reads=(source.id,), writes=(f"host/{kind}",)
         )  # fmt: skip
 
     def _update(self, stage: Stage) -> None:
         on_host = self.layout.on_host(stage)
         place, processor = ("host", "cpu") if on_host else ("gpu", "gpu")
-        self._emit(
+        self.emit(
             f"update/{stage.id}", "update", "cpu" if on_host else "compute", stage=stage.id,
             cost=("update", processor, self.layout.choice(stage).state_format), num_params=stage.num_params,
             working_bytes=self.layout.update_working_bytes(stage),
