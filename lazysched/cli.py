@@ -176,8 +176,12 @@ def solve(
     profile_file: Annotated[Path, typer.Argument(metavar="PROFILE", help="What `lazysched profile` wrote.")],
     batch_size: Annotated[int, typer.Option(min=1, help="Rows of one step.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="Plan to write.")],
-    gpu_memory: Annotated[str | None, typer.Option(help="Most GPU memory, as 24GB. [what was free]")] = None,
-    host_memory: Annotated[str | None, typer.Option(help="Most host memory, as 100GB. [free, less 8 GB]")] = None,
+    gpu_memory: Annotated[
+        str | None, typer.Option(help="Most GPU memory, as 24GB. [what was free, beside a GPU less 0.5 GB]")
+    ] = None,
+    host_memory: Annotated[
+        str | None, typer.Option(help="Most host memory, as 100GB. [what was free, beside a GPU less 8 GB]")
+    ] = None,
     nvme: Annotated[str, typer.Option(help="Most bytes of files, as 500GB.")] = "0",
     max_grad_norm: Annotated[float, typer.Option(min=0, help="Gradient norm to clip to; 0 gives clipping up.")] = 1.0,
     finite_check: Annotated[
