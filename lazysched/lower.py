@@ -236,8 +236,8 @@ class _Lowering:
         output_grad, input_grad = self.hidden[m], self.slots.take()
         reads = [output_grad, self.uploads.weights(stage, "backward")]
         if choice.input_tier == "gpu":
-            reads.append(self.inputs[stage.id, m])
-            self.slots.give(self.inputs.pop((stage.id, m)))
+            reads.append(self.inputs.pop((stage.id, m)))
+            self.slots.give(reads[-1])
         if layout.kept_bytes(stage):
             reads.append(f"gpu/saved/{stage.id}/{m}")
         fetched = layout.offloaded_bytes(stage) > 0

@@ -137,12 +137,7 @@ def train(
     _compare_hardware(plan, target, console)
     settings = AdamWSettings(adam_beta1, adam_beta2, adam_epsilon, weight_decay, seed)
     clip_norm = plan.update.clip_norm if max_grad_norm is None else (max_grad_norm or None)
-    batches = data_module.Batches(
-        inputs.train, plan.batch_size, plan.seq_len, seed, inputs.pad_id, packing=plan.packing
-    )
-    if plan.packing:
-        packed = f"{data}: packed into {batches.num_rows} rows of {plan.seq_len} tokens"
-        console.print(packed, highlight=False, markup=False, soft_wrap=True)
+    batches = _batches(plan, inputs, data, seed, console)
     num_steps = batches.num_steps(num_train_epochs) if max_steps is None else max_steps
     schedule = LearningRateSchedule(learning_rate, lr_scheduler_type, num_steps, warmup_ratio)
     traced = _traced_steps(trace, trace_steps, num_steps)
@@ -263,6 +258,16 @@ def _read_inputs(plan: Plan, model: str, data: str, eval_data: str | None, init:
         console.print(f"{file}: {dataset.report.summary()}", highlight=False, markup=False, soft_wrap=True)
         data_module.check_vocabulary(dataset, num_tokens)
     return _Inputs(source, datasets[0], datasets[1] if eval_data else None, tokenizer.pad_token_id)
+
+
+def _batches(plan: Plan, inputs: _Inputs, data: str, seed: int, console: Console) -> data_module.Batches:
+    batches = data_module.Batches(
+        inputs.train, plan.batch_size, plan.seq_len, seed, inputs.pad_id, packing=plan.packing
+    )
+    if plan.packing:
+        packed = f"{data}: packed into {batches.num_rows} rows of {plan.seq_len} tokens"
+        console.print(packed, highlight=False, markup=False, soft_wrap=True)
+    return batches
 
 
 def _compare_hardware(plan: Plan, device: torch.device, console: Console) -> None:

@@ -126,19 +126,24 @@ def test_host_memory_that_is_not_page_locked_does_not_change_a_bit(case: tuple[P
     assert_equal(outcome(pageable, case[1]), outcome(pinned, case[1]))
 
 
+def streamed() -> Plan:
+    """Everything on the host, every block recomputed."""
+    model, variants = model_and_variants(tied=True)
+    end = StagePlan(weights="host", state="host")
+    return Plan(
+        model_id=model.model_id, hardware_id="any", compute_dtype="bfloat16", batch_size=MICRO_BATCH,
+        seq_len=SEQ_LEN, micro_batch=MICRO_BATCH, accumulation=1, loss_chunk_tokens=CHUNK_TOKENS,
+        stages={s.id: end.model_copy(update={"save": "input"} if s.is_block else {}) for s in model.stages},
+        variants=variants, budget_bytes={},
+    )  # fmt: skip
+
+
 def test_a_plan_without_page_locking_locks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch, too, is asked for no page-locked memory."""
     monkeypatch.setattr(torch.Tensor, "pin_memory", None)
     monkeypatch.setattr(HostArena, "_lock", lambda arena, names: locked.extend(names))
     locked: list[str] = []
-    model, variants = model_and_variants(tied=True)
-    end = StagePlan(weights="host", state="host")
-    plan = Plan(
-        model_id=model.model_id, hardware_id="any", compute_dtype="bfloat16", batch_size=MICRO_BATCH,
-        seq_len=SEQ_LEN, micro_batch=MICRO_BATCH, accumulation=1, loss_chunk_tokens=CHUNK_TOKENS,
-        stages={s.id: end.model_copy(update={"save": "input"} if s.is_block else {}) for s in model.stages},
-        variants=variants, budget_bytes={}, host_memory="pageable",
-    )  # fmt: skip
+    plan = streamed().model_copy(update={"host_memory": "pageable"})
     outcome(plan, tied=True)
     assert locked == []
 
@@ -208,14 +213,7 @@ def test_a_step_that_is_not_timed_makes_no_timed_event_but_its_end(monkeypatch: 
             made.append(enable_timing)
             return real.__new__(cls, enable_timing=enable_timing)
 
-    model, variants = model_and_variants(tied=True)
-    end = StagePlan(weights="host", state="host")
-    plan = Plan(
-        model_id=model.model_id, hardware_id="any", compute_dtype="bfloat16", batch_size=MICRO_BATCH,
-        seq_len=SEQ_LEN, micro_batch=MICRO_BATCH, accumulation=1, loss_chunk_tokens=CHUNK_TOKENS,
-        stages={s.id: end.model_copy(update={"save": "input"} if s.is_block else {}) for s in model.stages},
-        variants=variants, budget_bytes={},
-    )  # fmt: skip
+    plan = streamed()
     monkeypatch.setattr(torch.cuda, "Event", CountedEvent)
     outcome(plan, tied=True, recorder=Recorder([], torch.device("cuda")))
     assert sum(made) == STEPS
