@@ -166,6 +166,14 @@ def link_name(direction: Literal["h2d", "d2h"], host_memory: HostMemory) -> str:
     return direction if host_memory == "pinned" else f"{direction}_pageable"
 
 
+def mapping_bytes(pinned_bytes: int) -> int:
+    """GPU memory that the driver takes to reach so much page-locked host memory: 8 bytes in its tables per 4 KiB page.
+
+    Seen on an H200: 0.15 GB for 77 GB, 0.06 for 29.
+    """
+    return round(pinned_bytes * 8 / 4096)
+
+
 def gpu_update_working_bytes(elements: int, state_format: StateFormat) -> int:
     """GPU memory that updating so many elements takes for a while: format ``fp32`` widens the gradient in chunks."""
     return MASTER_BYTES * min(elements, GPU_UPDATE_CHUNK) if state_format == "fp32" else 0

@@ -20,6 +20,7 @@ from lazysched.layout import (
     batch_bytes,
     gpu_update_working_bytes,
     link_name,
+    mapping_bytes,
 )
 from lazysched.optimizer_state import FP32_STATE_ELEMENTS, state_bytes
 from lazysched.schemas import (
@@ -223,6 +224,12 @@ class Instance:
         """What buffers may fill of ``budget_bytes`` once the driver context and fragmentation are taken off."""
         fragmentation_bytes = self.profile.fragmentation_bytes.get(self.candidate.micro_batch, 0)
         return (budget_bytes - self.profile.context_bytes - fragmentation_bytes) / GB
+
+    @cached_property
+    def mapping_gb_per_gb(self) -> float:
+        """GPU memory that each GB of the host's that copies read and write takes, where it is page-locked."""
+        pinned = self.profile.device == "cuda" and self.candidate.host_memory == "pinned"
+        return mapping_bytes(10**9) / GB if pinned else 0.0
 
     # ---- times that no decision changes
 

@@ -1,7 +1,7 @@
 """Memory rows: one per window of the GPU, one for the host and one for what of it is page-locked. All in GB.
 
 Legend:
-    base      what exists in every window: constants, slots, resident stages
+    base      what exists in every window: constants, slots, resident stages, tables of page-locked memory
     K[i]      tensors kept on the GPU for the backward by blocks 0..i, all micro-batches; inputs have slots
     slots     sizes of the shared slots: the largest stage that uses them decides; hidden states have one size
     slack     budget that is missing, per tier (only when explaining infeasibility)
@@ -40,13 +40,15 @@ def add_memory_rows(
     slack = slack or {}
     gpu_limit = budgets.gpu_gb + slack.get("gpu", 0)
     base = problem.add_variable("base_gb", 0)
-    problem += base == instance.gpu_constant_gb + _resident(instance, decisions) + _slots(problem, instance, decisions)
+    moved = _host(instance, decisions, lambda c: c.moved_gb, lambda o: o.moved_gb)
+    own = instance.gpu_constant_gb + _resident(instance, decisions) + instance.mapping_gb_per_gb * moved
+    problem += base == own + _slots(problem, instance, decisions)
     _add_window_rows(problem, instance, decisions, base, gpu_limit)
     problem += _host(instance, decisions, lambda c: c.stored_gb, lambda o: o.host_gb) <= (
         budgets.host_gb + slack.get("host", 0)
     )
     if math.isfinite(budgets.moved_gb):
-        problem += _host(instance, decisions, lambda c: c.moved_gb, lambda o: o.moved_gb) <= budgets.moved_gb
+        problem += moved <= budgets.moved_gb
 
 
 def _resident(instance: Instance, decisions: Decisions) -> Expression:

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import pandas as pd
 
 from lazysched.errors import UsageError
+from lazysched.layout import mapping_bytes
 from lazysched.schemas import Curve, Engine, Op, Prediction, Profile, Program, Rate, SaveVariant, Tier
 from lazysched.timeline import Interval, both_ways, compute_end_s, exposed_of_step, intervals_by_step, moved_bytes
 
@@ -81,7 +82,7 @@ def simulate(program: Program, profile: Profile, *, micro_batch: int, steps: int
         exposed_s=exposed_of_step(program, last, before, in_line=replay.in_line),
         moved_bytes=moved_bytes(program.ops.values()),
         peak_bytes=peak_bytes(program, profile, micro_batch),
-        pinned_bytes=sum(buffer.num_bytes for buffer in program.buffers.values() if buffer.pinned),
+        pinned_bytes=pinned_bytes(program),
         intervals=replay.intervals,
     )
 
@@ -172,12 +173,19 @@ class _Replay:
 
 
 def peak_bytes(program: Program, profile: Profile, micro_batch: int) -> dict[Tier, int]:
-    """Tier -> most bytes that exist at once, the GPU's with fragmentation and driver context."""
+    """Tier -> most bytes at once, the GPU's with fragmentation, driver context and its tables of page-locked memory."""
     peaks: dict[Tier, int] = {"gpu": 0, "host": 0, "nvme": 0}
     for tier in peaks:
         peaks[tier] = _peak_of_tier(program, tier)
     peaks["gpu"] += profile.fragmentation_bytes.get(micro_batch, 0) + profile.context_bytes
+    if profile.device == "cuda":
+        peaks["gpu"] += mapping_bytes(pinned_bytes(program))
     return peaks
+
+
+def pinned_bytes(program: Program) -> int:
+    """Host memory that has to be page-locked."""
+    return sum(buffer.num_bytes for buffer in program.buffers.values() if buffer.pinned)
 
 
 def _peak_of_tier(program: Program, tier: Tier) -> int:

@@ -145,11 +145,12 @@ class WindowReplay:
         updates = (on_gpu * self.stage_row("gpu_update_working_gb")).max(1)
         for working in self.ends("gpu_update_working_gb", batch, gpu=True):
             updates = np.maximum(updates, working)
-        gpu_gb = base + np.maximum(np.maximum(blocks, head), np.maximum(ends, updates))
         offloaded = m * self.option_table("offloaded_gb", batch).sum(1)
         moving = instance.host_constant_gb + offloaded
         host_gb = moving + vocabulary["host_gb"] + (~on_gpu * stored).sum(1)
         moved_gb = moving + vocabulary["moved_gb"] + (~on_gpu * self.stage_row("moved_gb")).sum(1)
+        base = base + instance.mapping_gb_per_gb * moved_gb
+        gpu_gb = base + np.maximum(np.maximum(blocks, head), np.maximum(ends, updates))
         return Memory(gpu_gb, host_gb, moved_gb)
 
 

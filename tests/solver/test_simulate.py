@@ -124,6 +124,17 @@ class TestMemory:
         assert timeline.peak_bytes["gpu"] == 113 + 1000
 
 
+    def test_page_locked_memory_takes_8_bytes_of_the_gpu_a_page(self) -> None:
+        buffers = [
+            Buffer(id=f"host/{kind}/x", tier="host", kind=kind, num_bytes=4096 * 1000, pinned=pinned)
+            for kind, pinned in (("weights", True), ("state", False))
+        ]
+        run = program([op("a", "compute")], [], buffers)
+        on_gpu, profile = (tiny_profile().model_copy(update={"device": device}) for device in ("cuda", "cpu"))
+        assert simulate(run, on_gpu, micro_batch=1).peak_bytes["gpu"] == 8 * 1000
+        assert simulate(run, profile, micro_batch=1).peak_bytes["gpu"] == 0
+
+
 class TestRefusals:
     def test_a_missing_figure_is_named(self) -> None:
         run = program([op("u", "cpu", cost=UPDATE, num_params=1)], [])
