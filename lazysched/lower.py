@@ -78,7 +78,7 @@ class _Lowering:
                 self._scale()
                 for stage in self.layout.stages:
                     self._update(stage)
-        text = self.plan.model_dump_json()
+        text = self.plan.model_dump_json(exclude={"profile"})
         return Program(
             plan_hash=hashlib.sha256(text.encode()).hexdigest()[:16],
             ops=self.emitter.ops,

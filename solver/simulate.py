@@ -21,7 +21,8 @@ import pandas as pd
 
 from lazysched.errors import UsageError
 from lazysched.layout import mapping_bytes
-from lazysched.schemas import Curve, Engine, Op, Prediction, Profile, Program, Rate, SaveVariant, Tier
+from lazysched.lower import lower
+from lazysched.schemas import Curve, Engine, Op, Plan, Prediction, Profile, Program, Rate, SaveVariant, Tier
 from lazysched.timeline import Interval, both_ways, compute_end_s, exposed_of_step, intervals_by_step, moved_bytes
 
 
@@ -54,6 +55,27 @@ class Timeline:
         return Prediction(
             step_s=self.step_s, exposed_s=self.exposed_s, moved_bytes=self.moved_bytes, peak_bytes=self.peak_bytes
         )
+
+
+def simulate_plan(plan: Plan, profile: Profile | None = None, *, steps: int = 3) -> Timeline:
+    """Lower ``plan`` and replay it.
+
+    Args:
+        plan: the decisions.
+        profile: of the machine to be; None: the one that the plan was solved from.
+        steps: at least 2; the last two are compared.
+
+    Raises:
+        UsageError: there is no profile, it is of another model, or it has no figure for what the plan does.
+    """
+    measured = profile or plan.profile
+    if measured is None:
+        raise UsageError("plan: profile: null, as in a plan written by hand; name one with --profile")
+    if measured.model_id != plan.model_id:
+        raise UsageError(
+            f"profile: model_id: measured with {measured.model_id}, the plan is for {plan.model_id}; name another"
+        )
+    return simulate(lower(plan, measured.stages), measured, micro_batch=plan.micro_batch, steps=steps)
 
 
 def simulate(program: Program, profile: Profile, *, micro_batch: int, steps: int = 3) -> Timeline:

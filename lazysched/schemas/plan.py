@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from lazysched.schemas.base import AttentionBackend, Document, Dtype, Engine, Schema, Tier
-from lazysched.schemas.profile import SaveVariant
+from lazysched.schemas.profile import Profile, SaveVariant
 
 StateFormat = Literal["fp32", "hybrid8"]
 """Format of optimizer state: the exact reference, or 8-bit moments with fp32 ones for small tensors."""
@@ -89,7 +89,7 @@ class SolverReport(Schema):
 
 
 class Plan(Document):
-    """A self-contained schedule for training: ``train`` sees no profile."""
+    """A self-contained schedule: it carries the profile that it was solved from, which ``train`` does not look at."""
 
     version: Literal[1] = 1
     model_id: str
@@ -131,6 +131,8 @@ class Plan(Document):
     predicted: Prediction | None = None
     """Null in a plan written or edited by hand."""
     solver: SolverReport | None = None
+    profile: Profile | None = None
+    """What the plan was solved from, so that it can be simulated and explained; null in a plan written by hand."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Plan:

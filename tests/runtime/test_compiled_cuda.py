@@ -65,7 +65,7 @@ def cases(draw: st.DrawFn) -> tuple[Plan, bool]:
     return plan.model_copy(update={"model_id": model.model_id}), tied
 
 
-@settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=3, deadline=None, suppress_health_check=list(HealthCheck))
 @given(cases())
 def test_placement_does_not_change_a_bit(case: tuple[Plan, bool]) -> None:
     plan, tied = case

@@ -179,4 +179,8 @@ def test_only_the_edge_makes_the_result_right_when_its_first_operation_is_late(k
         return Late(edge, LATE_STEP, LATE_S[edge[2]], keep_busy)
 
     assert equal(outcome(case, late()), expected(index))
-    assert not equal(outcome(case, late(), missing=edge), expected(index))
+    try:
+        wrong = not equal(outcome(case, late(), missing=edge), expected(index))
+    except RuntimeError as error:
+        wrong = "modified by an inplace operation" in str(error)  # autograd, of the embedding, noticed it first
+    assert wrong

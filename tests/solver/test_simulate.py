@@ -123,7 +123,6 @@ class TestMemory:
         timeline = simulate(program([op("a", "compute")], [], buffers), profile, micro_batch=1)
         assert timeline.peak_bytes["gpu"] == 113 + 1000
 
-
     def test_page_locked_memory_takes_8_bytes_of_the_gpu_a_page(self) -> None:
         buffers = [
             Buffer(id=f"host/{kind}/x", tier="host", kind=kind, num_bytes=4096 * 1000, pinned=pinned)
