@@ -7,7 +7,8 @@ because raw bytes beside milliseconds would span more orders of magnitude than a
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
@@ -177,6 +178,13 @@ class Instance:
             self.saves.append(saves_of[key])
             self.states.append(states_of[states_key])
         self.embed_variant, self.head_variant = self._only(self.embed_stage), self._only(self.head_stage)
+
+    def at(self, candidate: Candidate) -> Instance:
+        """The same with other slots: ``candidate`` may differ in prefetch depth and D2H lag alone."""
+        assert replace(candidate, prefetch_depth=1, d2h_lag=1) == replace(self.candidate, prefetch_depth=1, d2h_lag=1)
+        other = copy(self)
+        other.candidate = candidate
+        return other
 
     # ---- sizes that no decision changes
 

@@ -21,12 +21,18 @@ RESIDENT_TIE_S_PER_GB = 1e-6
 
 
 class PlacementProgram:
-    """The program of ``instance`` within ``budgets``; it can be relaxed, solved, and solved again from a start."""
+    """The program of ``instance`` within ``budgets``; it can be relaxed, solved, and solved again from a start.
 
-    def __init__(self, instance: Instance, budgets: Budgets) -> None:
+    Args:
+        instance: its coefficients.
+        budgets: of its memory.
+        memory_of: an instance with other slots, whose memory is counted instead.
+    """
+
+    def __init__(self, instance: Instance, budgets: Budgets, memory_of: Instance | None = None) -> None:
         self.problem = pulp.LpProblem("placement", pulp.LpMinimize)
         self.decisions = Decisions(self.problem, instance)
-        add_memory_rows(self.problem, instance, self.decisions, budgets)
+        add_memory_rows(self.problem, memory_of or instance, self.decisions, budgets)
         self.period = add_time_rows(self.problem, instance, self.decisions)
         self.period.lowBound = instance.compute_bound_s
         self.problem += self.period + _tie_breakers(instance, self.decisions)

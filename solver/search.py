@@ -15,6 +15,8 @@ from lazysched.solver.window_replay import ChoiceBatch, Evaluation, Floats, Ints
 
 NUM_PAIRS = 300
 """Sampled changes to two blocks per round."""
+MAX_EXCHANGES = 600
+"""Exchanges of two blocks' options, and of their states, per round."""
 MISFIT_S, MISFIT_S_PER_GB = 1e4, 1e3
 """What exceeding a budget costs, so that a start which does not fit is led back to where it does."""
 LEAST_GAIN = 2e-4
@@ -56,9 +58,9 @@ def _neighbours(replay: WindowReplay, current: ChoiceBatch, random: np.random.Ge
     parts = [(rows, _repeat(current.states, len(rows)))]
     rows = _single_changes(current.states[0], states)
     parts.append((_repeat(current.saves, len(rows)), rows))
-    swapped = _exchanges(current.saves[0], [id(options) for options in instance.saves])
+    swapped = _exchanges(current.saves[0], [id(options) for options in instance.saves], random)
     parts.append((swapped, _repeat(current.states, len(swapped))))
-    swapped = _exchanges(current.states[0], [id(options) for options in instance.states])
+    swapped = _exchanges(current.states[0], [id(options) for options in instance.states], random)
     parts.append((_repeat(current.saves, len(swapped)), swapped))
     parts.append(_pair_changes(current, saves, states, random))
     num_vocabulary = len(instance.vocabulary_options)
@@ -86,10 +88,12 @@ def _single_changes(row: Ints, values: list[Ints]) -> Ints:
     return rows
 
 
-def _exchanges(row: Ints, kinds: list[int]) -> Ints:
-    """Rows in which two places of one kind with different values are exchanged."""
+def _exchanges(row: Ints, kinds: list[int], random: np.random.Generator) -> Ints:
+    """Rows in which two places of one kind with different values are exchanged; a sample where they are many."""
     length = len(row)
     pairs = [(i, j) for i in range(length) for j in range(i + 1, length) if row[i] != row[j] and kinds[i] == kinds[j]]
+    if len(pairs) > MAX_EXCHANGES:
+        pairs = [pairs[k] for k in random.choice(len(pairs), MAX_EXCHANGES, replace=False)]
     rows = np.tile(row, (len(pairs), 1))
     for k, (i, j) in enumerate(pairs):
         rows[k, [i, j]] = rows[k, [j, i]]
