@@ -122,8 +122,10 @@ class Layout:
     def _tiers(self, stage: Stage) -> dict[str, Tier]:
         """Tensor group that waits for the backward -> where; what a segment makes anew is not among them."""
         choice = self.choice(stage)
-        tiers = {} if self.in_segment(stage) else dict(choice.saved_tiers)
-        return tiers | ({"input": choice.input_tier} if self.keeps_input(stage) else {})
+        tiers: dict[str, Tier] = {} if self.in_segment(stage) else dict(choice.saved_tiers)
+        if self.keeps_input(stage):
+            tiers["input"] = choice.input_tier
+        return tiers
 
     def offloaded_bytes(self, stage: Stage) -> int:
         """Bytes per micro-batch that the stage sends to the host in forward and fetches in backward."""
@@ -168,8 +170,8 @@ class Layout:
         """What the blocks run after the loss, each entry for all micro-batches."""
         order: list[tuple[Stage, Phase]] = []
         for segment in reversed(self.segments):
-            order += [(stage, "recompute") for stage in segment if self.recomputed(stage)]
-            order += [(stage, "backward") for stage in reversed(segment)]
+            order.extend((stage, "recompute") for stage in segment if self.recomputed(stage))
+            order.extend((stage, "backward") for stage in reversed(segment))
         return order
 
     def accumulates(self, stage: Stage) -> bool:
