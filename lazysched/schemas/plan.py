@@ -22,16 +22,21 @@ class StagePlan(Schema):
     """Decisions for one stage."""
 
     weights: Tier
-    """``gpu`` is resident; otherwise they are streamed from that tier for each pass."""
+    """``gpu`` is resident; otherwise they are streamed from that tier for each pass. ``nvme`` needs state there too."""
     state: Tier
-    """Where the optimizer state lives; its tier fixes the processor that updates."""
+    """Where the optimizer state lives; its tier fixes the processor that updates: the host's for ``host`` and
+    ``nvme``."""
     state_format: StateFormat = "fp32"
     save: str = "all"
     """Name of a save variant of the stage's structure."""
     saved_tiers: dict[str, Tier] = Field(default_factory=dict)
-    """Tier per saved tensor group of that variant, the input excepted."""
+    """Tier per saved tensor group of that variant, the input excepted. What a block sends away goes to one tier."""
     segment: int = Field(default=1, ge=1)
-    """Blocks of one segment keep only its first input."""
+    """Length of the run of consecutive blocks, all of one structure and variant, that the block is part of; all of them
+    say it, and one run follows the other. From its forward a segment of several blocks keeps the input of its first
+    alone, in that block's ``input_tier``. Its backward first runs the blocks forward again, in order, each for all
+    micro-batches, and what their variant saves, inner inputs included, is on the GPU until each block's backward:
+    ``saved_tiers``, and ``input_tier`` of all but the first, are ``gpu``."""
     input_tier: Tier = "gpu"
     """Where the block's input waits for the backward."""
 
@@ -147,6 +152,8 @@ class Plan(Document):
         for stage_id, choice in self.stages.items():
             if choice.state == "gpu" and choice.weights != "gpu":
                 raise ValueError(f"stages.{stage_id}: state on gpu needs weights on gpu")
+            if choice.weights == "nvme" and choice.state != "nvme":
+                raise ValueError(f"stages.{stage_id}: weights on nvme need state on nvme")
         return self
 
 
