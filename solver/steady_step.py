@@ -21,7 +21,7 @@ from lazysched.solver.simulate import Timeline
 from lazysched.timeline import Interval, compute_end_s, intervals_by_step
 
 NS_PER_S = 10**9
-"""Moments are rounded to nanoseconds: seconds from different steps, set against each other, differ in their last bit."""
+"""Moments are rounded to nanoseconds: the same one, reckoned from two steps, differs in its last bits."""
 
 
 class _Lifetime(NamedTuple):
