@@ -47,6 +47,8 @@ TIER_ROWS = {
 AMOUNT_ROWS = {"saved_bytes": "bytes saved", "recompute_s": "recompute time"}
 FEW_OPS = 5000
 """Rectangles that a vector picture holds well; more of them are drawn as pixels."""
+FEW_OPS_IN_A_ROW = 300
+"""Of more operations on one engine, borders would hide the colours."""
 
 
 def draw_timeline(axes: Axes, steady: pd.DataFrame) -> None:
@@ -66,8 +68,8 @@ def draw_timeline(axes: Axes, steady: pd.DataFrame) -> None:
         axes.axhspan(row - 0.4, row + 0.4, color=NOTHING_COLOR, zorder=0)
         spans = list(zip(factor * ops.start_s, factor * (ops.end_s - ops.start_s), strict=True))
         axes.broken_barh(
-            spans, (row - 0.4, 0.8), facecolors=colors[ops.index].tolist(), edgecolors="white", linewidth=0.15,
-            rasterized=len(steady) > FEW_OPS,
+            spans, (row - 0.4, 0.8), facecolors=colors[ops.index].tolist(), edgecolors="white",
+            linewidth=0.15 if len(ops) <= FEW_OPS_IN_A_ROW else 0, rasterized=len(steady) > FEW_OPS,
         )  # fmt: skip
     axes.set_yticks(range(len(engines)), engines)
     axes.set_ylim(len(engines) - 0.5, -0.5)
@@ -133,8 +135,8 @@ def draw_decisions(axes: Axes, decisions: pd.DataFrame) -> None:
         rows["segment"] = _shades(decisions.segment.where(blocks, 0))
     for column, name in AMOUNT_ROWS.items():
         most = decisions[column].max()
-        label = format_seconds(most) if column.endswith("_s") else format_bytes(most)
-        rows[f"{name}, up to {label}"] = _shades(decisions[column])
+        label = "none" if most <= 0 else f"up to {(format_seconds if column.endswith('_s') else format_bytes)(most)}"
+        rows[f"{name}, {label}"] = _shades(decisions[column])
     image = np.array([[to_rgb(color) for color in row] for row in rows.values()])
     axes.imshow(image, aspect="auto", interpolation="nearest")
     _cell_borders(axes, len(decisions), len(rows))
@@ -172,13 +174,13 @@ def _cell_borders(axes: Axes, num_columns: int, num_rows: int) -> None:
     axes.spines[:].set_visible(False)
 
 
-def _stage_ticks(stages: Sequence[str] | pd.Index) -> tuple[list[int], list[str]]:
-    """Places and labels: the ends by name, blocks by number, as many as can be read."""
-    stride = next(s for s in (1, 2, 4, 8, 16, 32, 10**9) if len(stages) <= 40 * s)
-    places = [k for k in range(len(stages)) if k in (0, len(stages) - 1) or (k - 1) % stride == 0]
-    if len(places) > 2 and places[-1] - places[-2] < stride:
-        del places[-2]
-    return places, [str(stages[k]).removeprefix("block.") for k in places]
+def _stage_ticks(stages: pd.Index) -> tuple[list[int], list[str]]:
+    """Places and labels: blocks by number, as many as can be read; the ends by name, a line lower."""
+    digits = len(str(len(stages)))
+    stride = next(s for s in (1, 2, 4, 8, 16, 32, 10**9) if len(stages) * digits <= 80 * s)
+    labels = {k: str(stage).removeprefix("block.") for k, stage in enumerate(stages) if (k - 1) % stride == 0}
+    labels |= {k: f"\n{stages[k]}" for k in (0, len(stages) - 1)}
+    return list(labels), list(labels.values())
 
 
 def draw_frontier(axes: Axes, step_s: pd.DataFrame, *, main: str = "lazysched") -> None:
