@@ -1,4 +1,4 @@
-"""The command line: ``lazysched profile | solve | train | quickstart``.
+"""The command line: ``lazysched profile | solve | train | plot | quickstart``.
 
 Nothing here computes. Each command reads its files first, so that a wrong one is refused at once, and imports what
 it runs only then: ``--help`` and ``solve`` never load torch.
@@ -17,7 +17,9 @@ import typer
 from rich.console import Console
 from typer.exceptions import TyperException
 
+from lazysched import plot_command
 from lazysched.errors import LazyschedError, UsageError
+from lazysched.outputs import require_folder_of
 from lazysched.schemas import Plan, Profile
 from lazysched.units import parse_bytes, parse_slice
 
@@ -128,7 +130,7 @@ def profile(
     ] = None,
 ) -> None:
     """Measure what this machine does with MODEL, or refine a profile by a run: --from-run RUN_DIR --profile PROFILE."""
-    _require_folder_of(output)
+    require_folder_of(output)
     if from_run is not None or profile_file is not None:
         _refine_profile(context, from_run, profile_file).save(output)
         Console().print(f"wrote {output}", highlight=False, markup=False)
@@ -199,7 +201,7 @@ def solve(
     seed: Annotated[int, typer.Option(min=0, help="Seed of the solver.")] = 0,
 ) -> None:
     """Find the fastest plan that fits the memory."""
-    _require_folder_of(output)
+    require_folder_of(output)
     measured = Profile.load(profile_file)
     gpu_memory_bytes = None if gpu_memory is None else parse_bytes(gpu_memory, "--gpu-memory")
     host_memory_bytes = None if host_memory is None else parse_bytes(host_memory, "--host-memory")
@@ -305,9 +307,4 @@ def _explicit(choice: str) -> str | None:
     return None if choice == "auto" else choice
 
 
-def _require_folder_of(output: Path) -> None:
-    """Refuse an output that could not be written before the work is done, not after it."""
-    if not output.parent.is_dir():
-        raise UsageError(f"--output: {output}: the folder {output.parent} does not exist; make it first")
-    if output.is_dir():
-        raise UsageError(f"--output: {output} is a folder; name a file")
+plot_command.register(app)

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from html import escape
 from pathlib import Path
+from typing import Any, get_args
 
-import pandas as pd
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from lazysched.errors import RunError
 from lazysched.plots import draw_decisions, draw_memory, draw_timeline
-from lazysched.schemas import Plan, Profile
-from lazysched.solver import Timeline, memory_frame, simulate_plan, steady_frame
+from lazysched.schemas import Plan, Profile, Tier
+from lazysched.solver import Timeline, equal_runs, memory_frame, simulate_plan, steady_frame
 from lazysched.units import format_bytes, format_seconds
 
 STYLE = """
@@ -58,15 +59,15 @@ def plan_page(plan: Plan, profile: Profile | None = None) -> str:
         f'<p class="note">{escape(_origin(plan, profile))}</p>',
         _facts(plan, timeline),
         "<h2>One step on the engines</h2>",
-        _picture(lambda axes: draw_timeline(axes, steady_frame(timeline.intervals)), 3.0),
+        _picture(partial(draw_timeline, steady=steady_frame(timeline.intervals)), 3.0),
     ]
-    for tier in memory.columns.unique("tier"):
-        budget_bytes = plan.budget_bytes.get(tier)
-        parts.append(f"<h2>Memory of the tier {escape(tier)}</h2>")
-        parts.append(_picture(lambda axes, t=tier, b=budget_bytes: draw_memory(axes, memory, t, b), 3.8))  # type: ignore[misc]
+    tiers: tuple[Tier, ...] = get_args(Tier)
+    for tier in (tier for tier in tiers if tier in memory):
+        draw = partial(draw_memory, memory=memory, tier=tier, budget_bytes=plan.budget_bytes.get(tier))
+        parts += [f"<h2>Memory of the tier {tier}</h2>", _picture(draw, 3.8)]
     parts += [
         "<h2>Decisions by stage</h2>",
-        _picture(lambda axes: draw_decisions(axes, decisions), 3.2),
+        _picture(partial(draw_decisions, decisions=decisions), 3.2),
         f'<div class="scroll">{equal_runs(decisions[DECISIONS]).to_html(index=False, border=0)}</div>',
     ]
     title = f"{escape(plan.model_id)}: plan"
@@ -74,16 +75,6 @@ def plan_page(plan: Plan, profile: Profile | None = None) -> str:
         f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
         f"<style>{STYLE}</style></head><body>\n" + "\n".join(parts) + "\n</body></html>\n"
     )
-
-
-def equal_runs(decisions: pd.DataFrame) -> pd.DataFrame:
-    """One row for each run of neighbours with equal rows; the column ``stages`` names the first and the last."""
-    runs = (decisions != decisions.shift()).any(axis=1).cumsum()
-    groups = decisions.groupby(runs)
-    names = [str(g.index[0]) if len(g) == 1 else f"{g.index[0]} … {g.index[-1]}" for _, g in groups]
-    summary = groups.first().reset_index(drop=True)
-    summary.insert(0, "stages", names)
-    return summary
 
 
 def _origin(plan: Plan, profile: Profile | None) -> str:
@@ -97,7 +88,7 @@ def _facts(plan: Plan, timeline: Timeline) -> str:
     """What a step does and takes, as a table."""
     tokens = plan.batch_size * plan.seq_len
     rows = {
-        "batch": f"{plan.batch_size} rows of {plan.seq_len} tokens: {plan.accumulation} × {plan.micro_batch}",
+        "batch": f"{plan.batch_size} rows of {plan.seq_len} tokens, {plan.micro_batch} rows at once",
         "step": f"{format_seconds(timeline.step_s)}, {tokens / timeline.step_s:,.0f} tokens/s",
         "compute waits for": _listed(timeline.exposed_s, format_seconds) or "nothing",
         "moved in a step": _listed(timeline.moved_bytes, format_bytes) or "nothing",
@@ -110,7 +101,7 @@ def _facts(plan: Plan, timeline: Timeline) -> str:
     return f'<table class="facts">{cells}</table>'
 
 
-def _listed[Key: str, Amount: (int, float)](amounts: dict[Key, Amount], shown: Callable[[float], str]) -> str:
+def _listed(amounts: Mapping[Any, float], shown: Callable[[float], str]) -> str:
     return ", ".join(f"{name} {shown(amount)}" for name, amount in amounts.items())
 
 
@@ -120,6 +111,6 @@ def _picture(draw: Callable[[Axes], None], height_inches: float) -> str:
     draw(figure.subplots())
     buffer = io.StringIO()
     with rc_context({"svg.hashsalt": "lazysched"}):  # the same plan gives the same page
-        figure.savefig(buffer, format="svg", metadata={"Date": None})
+        figure.savefig(buffer, format="svg", dpi=200, metadata={"Date": None})
     svg = re.sub(r"^.*?(?=<svg )", "", buffer.getvalue(), flags=re.DOTALL)
     return f"<figure>{svg}</figure>"

@@ -9,7 +9,7 @@ Every function draws on axes that it is given:
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import get_args
+from typing import Any, get_args
 
 import numpy as np
 import pandas as pd
@@ -17,9 +17,10 @@ from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
 from matplotlib.patches import Patch
 
-from lazysched.schemas import Engine
+from lazysched.schemas import Engine, Tier
 from lazysched.units import format_bytes, format_seconds
 
+Color = str | tuple[float, float, float]
 OP_COLORS = {
     "forward": "#4e79a7", "recompute": "#a0cbe8", "loss": "#e15759", "backward": "#f28e2b", "update": "#59a14f",
     "load": "#b07aa1", "fetch": "#76b7b2", "read": "#d4a6c8", "save": "#edc948", "grads": "#9c755f",
@@ -45,10 +46,10 @@ TIER_ROWS = {
     "weights": "weights", "state": "optimizer state", "saved_tiers": "saved tensors", "input_tier": "block input",
 }  # fmt: skip
 AMOUNT_ROWS = {"saved_bytes": "bytes saved", "recompute_s": "recompute time"}
-FEW_OPS = 5000
-"""Rectangles that a vector picture holds well; more of them are drawn as pixels."""
-FEW_OPS_IN_A_ROW = 300
-"""Of more operations on one engine, borders would hide the colours."""
+FEW_RECTANGLES = 5000
+"""A vector picture holds so many well; more of them are drawn as pixels."""
+BORDERED_SHARE = 1 / 400
+"""Of the step: operations that take less would drown in their white borders."""
 
 
 def draw_timeline(axes: Axes, steady: pd.DataFrame) -> None:
@@ -69,7 +70,8 @@ def draw_timeline(axes: Axes, steady: pd.DataFrame) -> None:
         spans = list(zip(factor * ops.start_s, factor * (ops.end_s - ops.start_s), strict=True))
         axes.broken_barh(
             spans, (row - 0.4, 0.8), facecolors=colors[ops.index].tolist(), edgecolors="white",
-            linewidth=0.15 if len(ops) <= FEW_OPS_IN_A_ROW else 0, rasterized=len(steady) > FEW_OPS,
+            linewidth=0.15 if (ops.end_s - ops.start_s).median() > BORDERED_SHARE * step_s else 0,
+            rasterized=len(steady) > FEW_RECTANGLES,
         )  # fmt: skip
     axes.set_yticks(range(len(engines)), engines)
     axes.set_ylim(len(engines) - 0.5, -0.5)
@@ -80,7 +82,7 @@ def draw_timeline(axes: Axes, steady: pd.DataFrame) -> None:
     _legend(axes, [Patch(color=color, label=name) for name, color in shown.items()])
 
 
-def draw_memory(axes: Axes, memory: pd.DataFrame, tier: str, budget_bytes: int | None = None) -> None:
+def draw_memory(axes: Axes, memory: pd.DataFrame, tier: Tier, budget_bytes: int | None = None) -> None:
     """Bytes of one tier over one steady step, stacked by kind, with the budget.
 
     Args:
@@ -89,16 +91,18 @@ def draw_memory(axes: Axes, memory: pd.DataFrame, tier: str, budget_bytes: int |
         tier: whose bytes.
         budget_bytes: what a dashed line shows; one far above the peak is named, not drawn.
     """
-    by_kind = stacked_kinds(memory[tier])
-    total = by_kind.sum(axis=1)
-    peak_bytes, peak_s = total.max(), total.idxmax()
+    by_kind = stacked_kinds(memory.xs(tier, axis=1, level="tier"))
+    at_peak = by_kind.iloc[int(by_kind.sum(axis=1).argmax())]
+    peak_bytes = int(at_peak.sum())
     factor, unit = _scale(peak_bytes)
     layers = [factor * by_kind[name] for name in by_kind]
     colors = [color for name, color in (*KINDS.values(), OTHER_KIND) if name in by_kind]
     seconds = by_kind.index.to_numpy()
     scale_s, time_unit = (1.0, "s") if seconds[-1] >= 1 else (1e3, "ms")
-    axes.stackplot(scale_s * seconds, layers, colors=colors, step="post", linewidth=0)
-    labels = [f"{name}, {format_bytes(by_kind.loc[peak_s, name])}" for name in by_kind]
+    axes.stackplot(
+        scale_s * seconds, layers, colors=colors, step="post", linewidth=0, rasterized=len(seconds) > FEW_RECTANGLES
+    )
+    labels = [f"{name}, {format_bytes(num_bytes)}" for name, num_bytes in at_peak.items()]
     handles = [Patch(color=color, label=label) for color, label in zip(colors, labels, strict=True)]
     if budget_bytes is not None and budget_bytes <= 1.5 * peak_bytes:
         axes.axhline(factor * budget_bytes, color="black", linestyle="--", linewidth=1)
@@ -124,7 +128,7 @@ def draw_decisions(axes: Axes, decisions: pd.DataFrame) -> None:
         axes: what to draw on; about 12 x 3 inches suit.
         decisions: as ``plan.to_frame()`` gives them, figures included.
     """
-    rows: dict[str, list[str | tuple[float, ...]]] = {}
+    rows: dict[str, list[Color]] = {}
     blocks = decisions.index.str.startswith("block.")
     for column, name in TIER_ROWS.items():
         tiers = decisions[column].where(blocks | (column in ("weights", "state")), "")
@@ -148,22 +152,23 @@ def draw_decisions(axes: Axes, decisions: pd.DataFrame) -> None:
     _legend(axes, handles + [Patch(color=color, label=f"save {name}") for name, color in variants.items()])
 
 
-def _variant_colors(blocks: pd.DataFrame) -> dict[str, tuple[float, ...]]:
+def _variant_colors(blocks: pd.DataFrame) -> dict[str, Color]:
     """Save variant -> colour, darker the more it keeps."""
     kept = blocks.groupby("save").saved_bytes.max().sort_values(ascending=False)
     shades = np.linspace(0.95, 0.25, len(kept)) if len(kept) > 1 else [0.6]
     return {str(name): _shade(float(share)) for name, share in zip(kept.index, shades, strict=True)}
 
 
-def _shades(amounts: pd.Series) -> list[str | tuple[float, ...]]:
+def _shades(amounts: pd.Series) -> list[Color]:
     most = float(amounts.max())
     return [_shade(float(amount) / most) if amount > 0 else NOTHING_COLOR for amount in amounts]
 
 
-def _shade(share: float) -> tuple[float, ...]:
+def _shade(share: float) -> Color:
     """From a light to a dark green-blue."""
     light, dark = np.array(to_rgb("#cfe8e6")), np.array(to_rgb("#0b4f57"))
-    return tuple(float(part) for part in light + (dark - light) * share)
+    red, green, blue = (light + (dark - light) * share).tolist()
+    return red, green, blue
 
 
 def _cell_borders(axes: Axes, num_columns: int, num_rows: int) -> None:
@@ -249,11 +254,12 @@ def draw_ratios(axes: Axes, ratios: pd.DataFrame, names: Mapping[str, str]) -> N
 
 def _scale(num_bytes: float) -> tuple[float, str]:
     """Factor and unit that suit a picture whose largest figure is ``num_bytes``."""
-    return next((1 / size, unit) for size, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "B")) if num_bytes >= size)
+    units = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
+    return next(((1 / size, unit) for size, unit in units if num_bytes >= size), (1.0, "B"))
 
 
 def _legend(axes: Axes, handles: Sequence[Patch] | None = None, title: str | None = None) -> None:
     """A legend beside the picture, where it hides nothing."""
-    place = {"loc": "upper left", "bbox_to_anchor": (1.01, 1.02), "frameon": False, "fontsize": "small"}
-    keywords = place | ({} if handles is None else {"handles": handles})
-    axes.legend(**keywords, title=title, title_fontsize="small", alignment="left")
+    shown = {} if handles is None else {"handles": handles}
+    place: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (1.01, 1.02), "alignment": "left", **shown}
+    axes.legend(**place, frameon=False, fontsize="small", title=title, title_fontsize="small")

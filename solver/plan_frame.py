@@ -62,6 +62,16 @@ def plan_frame(plan: Plan, profile: Profile | None = None) -> pd.DataFrame:
     return decisions
 
 
+def equal_runs(decisions: pd.DataFrame) -> pd.DataFrame:
+    """One row for each run of neighbours with equal rows; the column ``stages`` names the first and the last."""
+    runs = (decisions != decisions.shift()).any(axis=1).cumsum()
+    groups = decisions.groupby(runs)
+    names = [str(g.index[0]) if len(g) == 1 else f"{g.index[0]} … {g.index[-1]}" for _, g in groups]
+    summary = groups.first().reset_index(drop=True)
+    summary.insert(0, "stages", names)
+    return summary
+
+
 def _with_inputs(plan: Plan, profile: Profile) -> Iterator[tuple[Stage, bool]]:
     """Stages in forward order, and whether each keeps its input: of a segment only the first block does."""
     remaining = 0

@@ -1,15 +1,13 @@
 """One steady step of a timeline: what repeats every ``step_s`` seconds, and the memory that is in use meanwhile.
 
-The picture begins when ``compute`` is done with the step before. What a step does before or after that lies in its
-neighbours' pictures, and theirs in this one, so that all operations of one step are seen exactly once: those that
-cross an end go on at the other.
+The picture is that of the last step and begins when ``compute`` is done with the step before, whose operations go on in
+it. The step after is not in the timeline; what it would begin already is what the last step began before its picture.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
 
 import pandas as pd
 
@@ -24,20 +22,43 @@ NS_PER_S = 10**9
 """Moments are rounded to nanoseconds: the same one, reckoned from two steps, differs in its last bits."""
 
 
-class _Lifetime(NamedTuple):
-    """Bytes that exist for a while, once a step; moments in nanoseconds since the picture's begin."""
+class _Picture:
+    """The time of the last step.
 
-    tier: str
-    kind: str
-    num_bytes: int
-    start_ns: int
-    end_ns: int
+    Args:
+        intervals: every operation of at least two consecutive steps.
+
+    Attributes:
+        ops: operation id -> when it ran in that step.
+        step_ns: length.
+    """
+
+    def __init__(self, intervals: Iterable[Interval]) -> None:
+        self._by_step = intervals_by_step(intervals)
+        self._last = max(self._by_step, default=0)
+        if self._last - 1 not in self._by_step:
+            raise UsageError("intervals: no two steps in a row; time at least two to see a steady one")
+        self.ops = self._by_step[self._last]
+        self._begin_s = compute_end_s(self._by_step[self._last - 1])
+        self.step_ns = self._ns(compute_end_s(self.ops))
+
+    def spans(self, first_op: str, last_op: str) -> Iterator[tuple[int, int]]:
+        """When, within the picture, a step is between the start of one operation and the end of another, ns."""
+        for step, ops in self._by_step.items():
+            start_ns, end_ns = self._ns(ops[first_op].start_s), self._ns(ops[last_op].end_s)
+            for shift_ns in (0, self.step_ns) if step == self._last else (0,):
+                span = max(0, start_ns + shift_ns), min(self.step_ns, end_ns + shift_ns)
+                if span[0] < span[1]:
+                    yield span
+
+    def _ns(self, moment_s: float) -> int:
+        return round(NS_PER_S * (moment_s - self._begin_s))
 
 
 def steady_frame(intervals: Iterable[Interval]) -> pd.DataFrame:
     """One row per operation of a steady step, two for one that crosses its end: ``op engine start_s end_s``.
 
-    Seconds count from 0 to the step's time; rows are sorted by their start.
+    Seconds count from 0 to the step's time; rows are sorted by their start. Operations that take no time are left out.
 
     Args:
         intervals: every operation of at least two consecutive steps; the last one is shown.
@@ -45,11 +66,11 @@ def steady_frame(intervals: Iterable[Interval]) -> pd.DataFrame:
     Raises:
         UsageError: there are fewer than two steps.
     """
-    last, begin_s, step_ns = _last_step(intervals)
+    picture = _Picture(intervals)
     rows = [
         (interval.op, interval.engine, start_ns / NS_PER_S, end_ns / NS_PER_S)
-        for interval in last.values()
-        for start_ns, end_ns in _wrapped(*_moments_ns(interval, interval, begin_s), step_ns)
+        for interval in picture.ops.values()
+        for start_ns, end_ns in picture.spans(interval.op, interval.op)
     ]
     frame = pd.DataFrame(rows, columns=["op", "engine", "start_s", "end_s"])
     return frame.sort_values("start_s", kind="stable", ignore_index=True)
@@ -75,10 +96,10 @@ def memory_frame(plan: Plan, timeline: Timeline, profile: Profile | None = None)
         "page_tables": mapping_bytes(timeline.pinned_bytes) if measured.device == "cuda" else 0,
         "fragmentation": measured.fragmentation_bytes.get(plan.micro_batch, 0),
     }
-    constant = pd.DataFrame(
-        {("gpu", kind): num_bytes for kind, num_bytes in outside.items() if num_bytes}, index=frame.index
-    )
-    return pd.concat([frame, constant], axis=1).sort_index(axis=1) if len(constant.columns) else frame
+    for kind, num_bytes in outside.items():
+        if num_bytes:
+            frame["gpu", kind] = num_bytes
+    return frame.sort_index(axis=1)
 
 
 def program_memory_frame(program: Program, intervals: Iterable[Interval]) -> pd.DataFrame:
@@ -97,52 +118,31 @@ def program_memory_frame(program: Program, intervals: Iterable[Interval]) -> pd.
     Raises:
         UsageError: there are fewer than two steps.
     """
-    last, begin_s, step_ns = _last_step(intervals)
-    constant: Counter[tuple[str, str]] = Counter()
+    picture = _Picture(intervals)
+    events = list(_constant_bytes(program))
+    for tier, kind, num_bytes, first_op, last_op in _lifetimes(program):
+        for start_ns, end_ns in picture.spans(first_op, last_op):
+            events += [(tier, kind, start_ns, num_bytes), (tier, kind, end_ns, -num_bytes)]
+    return _accumulated(events, picture.step_ns)
+
+
+def _constant_bytes(program: Program) -> Iterator[tuple[str, str, int, int]]:
+    """(tier, kind, 0, bytes) of what exists all the time."""
+    total: Counter[tuple[str, str]] = Counter()
     for buffer in program.buffers.values():
         if buffer.alloc_at is None or buffer.free_after is None:
-            constant[buffer.tier, buffer.kind] += buffer.num_bytes
-    events: list[tuple[str, str, int, int]] = [(*key, 0, num_bytes) for key, num_bytes in constant.items()]
-    for lifetime in _lifetimes(program, last, begin_s):
-        for start_ns, end_ns in _wrapped(lifetime.start_ns, lifetime.end_ns, step_ns):
-            events.append((lifetime.tier, lifetime.kind, start_ns, lifetime.num_bytes))
-            events.append((lifetime.tier, lifetime.kind, end_ns, -lifetime.num_bytes))
-    return _accumulated(events, step_ns)
+            total[buffer.tier, buffer.kind] += buffer.num_bytes
+    return ((tier, kind, 0, num_bytes) for (tier, kind), num_bytes in total.items())
 
 
-def _lifetimes(program: Program, last: dict[str, Interval], begin_s: float) -> Iterator[_Lifetime]:
+def _lifetimes(program: Program) -> Iterator[tuple[str, str, int, str, str]]:
+    """(tier, kind, bytes, first operation, last operation) of what comes and goes."""
     for buffer in program.buffers.values():
         if buffer.alloc_at is not None and buffer.free_after is not None:
-            moments_ns = _moments_ns(last[buffer.alloc_at], last[buffer.free_after], begin_s)
-            yield _Lifetime(buffer.tier, buffer.kind, buffer.num_bytes, *moments_ns)
+            yield buffer.tier, buffer.kind, buffer.num_bytes, buffer.alloc_at, buffer.free_after
     for op in program.ops.values():
         if op.working_bytes:
-            yield _Lifetime("gpu", "working", op.working_bytes, *_moments_ns(last[op.id], last[op.id], begin_s))
-
-
-def _last_step(intervals: Iterable[Interval]) -> tuple[dict[str, Interval], float, int]:
-    """Intervals of the last step by operation, when ``compute`` was done with the one before, and the step's time."""
-    by_step = intervals_by_step(intervals)
-    number = max(by_step, default=0)
-    if number - 1 not in by_step:
-        raise UsageError(f"intervals: {len(by_step)} steps are too few to see a steady one; time two in a row")
-    begin_s = compute_end_s(by_step[number - 1])
-    return by_step[number], begin_s, round(NS_PER_S * (compute_end_s(by_step[number]) - begin_s))
-
-
-def _moments_ns(first: Interval, last: Interval, begin_s: float) -> tuple[int, int]:
-    """From the start of one interval to the end of another."""
-    return round(NS_PER_S * (first.start_s - begin_s)), round(NS_PER_S * (last.end_s - begin_s))
-
-
-def _wrapped(start_ns: int, end_ns: int, step_ns: int) -> Iterator[tuple[int, int]]:
-    """The parts of a span that, repeated every ``step_ns``, lie within one step; spans of no length have none."""
-    if step_ns <= 0:
-        return
-    for shift in range(start_ns // step_ns, -(-end_ns // step_ns)):
-        part = max(0, start_ns - shift * step_ns), min(step_ns, end_ns - shift * step_ns)
-        if part[0] < part[1]:
-            yield part
+            yield "gpu", "working", op.working_bytes, op.id, op.id
 
 
 def _accumulated(events: Sequence[tuple[str, str, int, int]], step_ns: int) -> pd.DataFrame:
