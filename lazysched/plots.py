@@ -91,7 +91,7 @@ def draw_memory(axes: Axes, memory: pd.DataFrame, tier: Tier, budget_bytes: int 
         tier: whose bytes.
         budget_bytes: what a dashed line shows; one far above the peak is named, not drawn.
     """
-    by_kind = stacked_kinds(memory.xs(tier, axis=1, level="tier"))
+    by_kind = stacked_kinds(pd.DataFrame(memory.xs(tier, axis=1, level="tier")))
     at_peak = by_kind.iloc[int(by_kind.sum(axis=1).argmax())]
     peak_bytes = int(at_peak.sum())
     factor, unit = _scale(peak_bytes)
@@ -100,7 +100,7 @@ def draw_memory(axes: Axes, memory: pd.DataFrame, tier: Tier, budget_bytes: int 
     seconds = by_kind.index.to_numpy()
     scale_s, time_unit = (1.0, "s") if seconds[-1] >= 1 else (1e3, "ms")
     axes.stackplot(
-        scale_s * seconds, layers, colors=colors, step="post", linewidth=0, rasterized=len(seconds) > FEW_RECTANGLES
+        scale_s * seconds, layers, colors=colors, step="post", linewidth=0, rasterized=by_kind.size > FEW_RECTANGLES
     )
     labels = [f"{name}, {format_bytes(num_bytes)}" for name, num_bytes in at_peak.items()]
     handles = [Patch(color=color, label=label) for color, label in zip(colors, labels, strict=True)]
