@@ -196,16 +196,13 @@ def draw_frontier(axes: Axes, step_s: pd.DataFrame, *, main: str = "lazysched") 
         step_s: index: the budget in GB, ascending; columns: what plans; values: seconds, NaN where nothing fits.
         main: the column that is drawn thick.
     """
+    axes.plot(step_s.index, step_s[main], marker="o", linewidth=2.2, color="#f28e2b", label=main, zorder=3)
     others = [name for name in step_s if name != main]
     for name, color in zip(others, ("#76b7b2", "#b07aa1", "#9c755f", "#59a14f", "#edc948", "#8c8c8c"), strict=False):
         axes.plot(step_s.index, step_s[name], marker=".", linewidth=1, color=color, label=name)
-    axes.plot(step_s.index, step_s[main], marker="o", linewidth=2.2, color="#f28e2b", label=main, zorder=3)
     bend = bend_of(step_s[main])
     if bend is not None:
-        axes.axvline(bend, color="black", linestyle=":", linewidth=1, label=f"it bends at {bend:g} GB")
-    axes.set_xscale("log")
-    axes.set_xticks(step_s.index, [f"{budget:g}" for budget in step_s.index])
-    axes.minorticks_off()
+        axes.axvline(bend, color="black", linestyle=":", linewidth=1, label=f"bend at {bend:g} GB")
     axes.set_ylim(bottom=0)
     axes.grid(axis="y", color="#e0e0e0")
     axes.set_axisbelow(True)
@@ -222,8 +219,8 @@ def bend_of(step_s: pd.Series) -> float | None:
     line = step_s.dropna()
     if len(line) < 3 or line.iloc[0] <= line.iloc[-1]:
         return None
-    along = np.log(line.index.to_numpy(float))
-    along = (along - along[0]) / (along[-1] - along[0])
+    budgets = line.index.to_numpy(float)
+    along = (budgets - budgets[0]) / (budgets[-1] - budgets[0])
     down = ((line - line.iloc[-1]) / (line.iloc[0] - line.iloc[-1])).to_numpy()
     below = 1 - along - down
     return None if below.max() <= 0 else float(line.index[below.argmax()])
