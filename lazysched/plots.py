@@ -185,7 +185,8 @@ def _stage_ticks(stages: pd.Index) -> tuple[list[int], list[str]]:
     stride = next(s for s in (1, 2, 4, 8, 16, 32, 10**9) if len(stages) * digits <= 80 * s)
     labels = {k: str(stage).removeprefix("block.") for k, stage in enumerate(stages) if (k - 1) % stride == 0}
     labels |= {k: f"\n{stages[k]}" for k in (0, len(stages) - 1)}
-    return list(labels), list(labels.values())
+    places = sorted(labels)
+    return places, [labels[place] for place in places]
 
 
 def draw_frontier(axes: Axes, step_s: pd.DataFrame, *, main: str = "lazysched") -> None:
