@@ -204,7 +204,7 @@ def draw_frontier(axes: Axes, step_s: pd.DataFrame, *, main: str = "lazysched") 
     bend = bend_of(step_s[main])
     if bend is not None:
         axes.axvline(bend, color="black", linestyle=":", linewidth=1, label=f"bend at {bend:g} GB")
-    axes.set_ylim(bottom=0)
+    axes.set_ylim(0, 1.08 * float(step_s.max().max()))
     axes.grid(axis="y", color="#e0e0e0")
     axes.set_axisbelow(True)
     axes.set_ylabel("predicted step, s")

@@ -82,6 +82,16 @@ def test_the_stack_is_as_high_as_the_peak(plan: Plan, axes: Axes) -> None:
     assert any(label.startswith("weights, ") for label in legend(axes))
 
 
+def test_bytes_last_until_they_change(axes: Axes) -> None:
+    memory = pd.DataFrame({("gpu", "weights"): [8 * GB, GB, GB]}, index=pd.Index([0.0, 3.0, 4.0], name="time_s"))
+    memory.columns.names = ["tier", "kind"]
+    plots.draw_memory(axes, memory, "gpu")
+    (stack,) = axes.collections
+    corners = {tuple(vertex) for path in stack.get_paths() for vertex in path.vertices}
+    assert {(0.0, 8.0), (3.0, 8.0), (3.0, 1.0), (4.0, 1.0)} <= corners
+    assert (0.0, 1.0) not in corners
+
+
 def test_a_budget_far_away_is_named_and_not_drawn(plan: Plan, axes: Axes) -> None:
     memory = memory_frame(plan, simulate_plan(plan))
     plots.draw_memory(axes, memory, "host", 1000 * GB)
@@ -171,6 +181,7 @@ def test_the_frontier_shows_every_way_of_planning(axes: Axes) -> None:
     assert shown is not None
     assert [text.get_text() for text in shown.get_texts()] == ["lazysched", "all on gpu", "bend at 20 GB"]
     assert list(axes.lines[0].get_ydata()) == [1.0, 0.4, 0.3]
+    assert axes.get_ylim() == (0, 1.08)
 
 
 def test_ratios_are_all_in_sight(axes: Axes) -> None:
