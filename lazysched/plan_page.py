@@ -62,7 +62,9 @@ def plan_page(plan: Plan, profile: Profile | None = None) -> str:
         _picture(partial(draw_timeline, steady=steady_frame(timeline.intervals)), 3.0),
     ]
     tiers: tuple[Tier, ...] = get_args(Tier)
-    for tier in (tier for tier in tiers if tier in memory):
+    for tier in tiers:
+        if tier not in memory:
+            continue
         draw = partial(draw_memory, memory=memory, tier=tier, budget_bytes=plan.budget_bytes.get(tier))
         parts += [f"<h2>Memory of the tier {tier}</h2>", _picture(draw, 3.8)]
     parts += [

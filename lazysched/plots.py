@@ -224,7 +224,7 @@ def bend_of(step_s: pd.Series) -> float | None:
     along = (budgets - budgets[0]) / (budgets[-1] - budgets[0])
     down = ((line - line.iloc[-1]) / (line.iloc[0] - line.iloc[-1])).to_numpy()
     below = 1 - along - down
-    return None if below.max() <= 0 else float(line.index[below.argmax()])
+    return None if below.max() <= 0 else float(budgets[below.argmax()])
 
 
 def draw_ratios(axes: Axes, ratios: pd.DataFrame, names: Mapping[str, str]) -> None:

@@ -92,7 +92,9 @@ def _sizes(plan: Plan, stage: Stage) -> dict[str, int]:
 def _saved(plan: Plan, stage: Stage, keeps_input: bool) -> dict[str, int]:
     """Bytes that the stage keeps from its forward to its backward, by tier."""
     choice = plan.stages[stage.id]
-    tiers = choice.saved_tiers | ({"input": choice.input_tier} if keeps_input else {})
+    tiers = dict(choice.saved_tiers)
+    if keeps_input:
+        tiers["input"] = choice.input_tier
     saved_bytes: dict[Tier, int] = dict.fromkeys(TIERS, 0)
     for group, num_bytes in plan.variants[variant_key(stage.structure, choice.save)].saved.items():
         if group in tiers:

@@ -33,6 +33,12 @@ def axes() -> Axes:
     return Figure(figsize=(12, 4), layout="constrained").subplots()
 
 
+def outlines(axes: Axes) -> list[list[np.ndarray]]:
+    """Of each group of filled areas, the corners of each area as (n, 2) arrays."""
+    groups = [artist for artist in axes.collections if isinstance(artist, PolyCollection)]
+    return [[np.asarray(path.vertices) for path in group.get_paths()] for group in groups]
+
+
 def legend(axes: Axes) -> dict[str, str]:
     """Label -> colour."""
     shown = axes.get_legend()
@@ -46,11 +52,10 @@ def test_every_operation_lies_in_the_row_of_its_engine(plan: Plan, axes: Axes) -
     plots.draw_timeline(axes, steady)
     rows = [label.get_text() for label in axes.get_yticklabels()]
     assert rows == ["compute", "h2d", "d2h", "cpu"]
-    bars = [artist for artist in axes.collections if isinstance(artist, PolyCollection)]
-    for engine, bar in zip(rows, bars, strict=True):
+    for engine, bars in zip(rows, outlines(axes), strict=True):
         ops = steady[steady.engine == engine]
         factor = 1 if steady.end_s.max() >= 1 else 1e3
-        drawn = [tuple(path.vertices[:, 0][[0, 2]]) for path in bar.get_paths()]
+        drawn = [bar[[0, 2], 0] for bar in bars]
         expected = factor * ops[["start_s", "end_s"]].to_numpy()
         assert np.sort(np.sort(np.array(drawn)), axis=0) == pytest.approx(np.sort(expected, axis=0))
     shown = legend(axes)
@@ -71,7 +76,7 @@ def test_the_stack_is_as_high_as_the_peak(plan: Plan, axes: Axes) -> None:
     timeline = simulate_plan(plan)
     plots.draw_memory(axes, memory_frame(plan, timeline), "gpu", 8 * GB)
     peak_gb = timeline.peak_bytes["gpu"] / GB
-    tops = [path.vertices[:, 1].max() for stack in axes.collections for path in stack.get_paths()]
+    tops = [layer[:, 1].max() for layers in outlines(axes) for layer in layers]
     assert max(tops) == pytest.approx(peak_gb)
     (line,) = axes.lines
     assert list(line.get_ydata()) == [8, 8]
@@ -86,8 +91,8 @@ def test_bytes_last_until_they_change(axes: Axes) -> None:
     memory = pd.DataFrame({("gpu", "weights"): [8 * GB, GB, GB]}, index=pd.Index([0.0, 3.0, 4.0], name="time_s"))
     memory.columns.names = ["tier", "kind"]
     plots.draw_memory(axes, memory, "gpu")
-    (stack,) = axes.collections
-    corners = {tuple(vertex) for path in stack.get_paths() for vertex in path.vertices}
+    ((layer,),) = outlines(axes)
+    corners = {(float(x), float(y)) for x, y in layer}
     assert {(0.0, 8.0), (3.0, 8.0), (3.0, 1.0), (4.0, 1.0)} <= corners
     assert (0.0, 1.0) not in corners
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lazysched.lower import lower
-from lazysched.schemas import Plan, Profile, Tier
+from lazysched.schemas import Plan, Profile
 from lazysched.solver import equal_runs, simulate_plan, solve
 from lazysched.solver.plan_frame import plan_frame
 from tests.solver.synthetic import tiny_profile
@@ -24,7 +24,7 @@ def plan() -> Plan:
     stages = dict(solved.stages)
     variants = {variant.name: variant for variant in PROFILE.variants["block"][2]}
     for number, (save, tier) in enumerate([("all", "gpu"), ("input", "gpu"), ("all", "host"), ("all", "gpu")]):
-        groups: dict[str, Tier] = {"rest": tier} if save == "all" else {}
+        groups = {"rest": tier} if save == "all" else {}
         update = {
             "weights": "host", "state": "host", "save": save, "saved_tiers": groups, "input_tier": tier,
         }  # fmt: skip
@@ -51,8 +51,8 @@ def test_decisions_stand_as_in_the_plan(plan: Plan) -> None:
 def test_bytes_and_seconds_are_those_of_a_step(plan: Plan) -> None:
     frame = plan.to_frame()
     # 1 MB of input and 20 MB of the rest a row, four rows a step.
-    assert frame.saved_bytes.tolist() == [0, 84 * MB, 4 * MB, 84 * MB, 84 * MB, 0]
-    assert frame.loc["block.2", ["saved_gpu_bytes", "saved_host_bytes"]].tolist() == [0, 84 * MB]
+    assert frame["saved_bytes"].tolist() == [0, 84 * MB, 4 * MB, 84 * MB, 84 * MB, 0]
+    assert (frame.saved_gpu_bytes["block.2"], frame.saved_host_bytes["block.2"]) == (0, 84 * MB)
     # 10 ms a row more than the backward that has all.
     assert frame.recompute_s.tolist() == pytest.approx([0, 0, 0.04, 0, 0, 0])
     assert frame.weight_bytes.tolist() == [stage.weight_bytes for stage in PROFILE.stages]

@@ -91,7 +91,7 @@ def check_peaks(profile: Profile, batch_size: int, gpu_memory_bytes: int, host_m
     )  # fmt: skip
     frame = memory_frame(solution.plan, solution.timeline)
     for tier in frame.columns.unique("tier"):
-        assert frame[tier].sum(axis=1).max() == solution.timeline.peak_bytes[tier]
+        assert int(frame[tier].to_numpy().sum(axis=1).max()) == solution.timeline.peak_bytes[tier]
     compute = steady_frame(solution.timeline.intervals).query("engine == 'compute'")
     assert frame.index[-1] == pytest.approx(solution.timeline.step_s)
     busy_s = (compute.end_s - compute.start_s).sum()
