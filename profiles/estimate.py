@@ -2,9 +2,9 @@
 
     time = matrix products / matmul rate + attention / its share of that rate + other traffic / rate of GPU copies
 
-The constants were read off profiles of one H200 (torch 2.11, transformers 5.17; Qwen2 shapes of 7B and 14B at 8 k to 32 k
-tokens); ``benchmarks/estimates.py`` holds the result against such profiles. Below some 4 k tokens a micro-batch it
-was not held against anything; kernels too short to fill a GPU will take longer than this says. No torch.
+The constants were read off profiles of one H200 (torch 2.11, transformers 5.17; Qwen2 shapes of 7B and 14B at 8 k to
+32 k tokens); ``benchmarks/estimates.py`` holds the result against measured steps. Micro-batches of fewer tokens and
+other GPUs were not compared; kernels too short to fill a GPU will take longer than this says. No torch.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def _value(hardware: Hardware, name: str) -> float:
     figure = hardware.figures[name]
     if figure.value is None:
         raise UsageError(
-            f"hardware: {hardware.name}: {name}: null ({figure.note}); a plan needs it, write it into a file of your own"
+            f"hardware: {hardware.name}: {name}: null ({figure.note}); a plan needs it, write it into a file of yours"
         )
     return figure.value
 
@@ -227,9 +227,7 @@ class _Estimate:
                 **{f"hardware.{key}": note for key, note in self.hardware.notes.items()}}  # fmt: skip
 
 
-def _block_seconds(
-    block: BlockShape, redone: Redone, rows: int, seq_len: int, rates: _Rates
-) -> tuple[float, float]:
+def _block_seconds(block: BlockShape, redone: Redone, rows: int, seq_len: int, rates: _Rates) -> tuple[float, float]:
     """Forward and backward of a block, what is computed again included."""
     tokens = rows * seq_len
 

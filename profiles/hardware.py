@@ -26,8 +26,9 @@ from lazysched.schemas.hardware import unknown
 
 MATMUL_SIZES = {"cuda": 8192, "cpu": 2048}
 """Rows and columns of the square matrices that are multiplied."""
-UPDATED_SHAPE = (4096, 4096)
+UPDATED_SHAPE: tuple[int, ...] = (4096, 4096)
 """Of the matrix whose update is timed."""
+_LINKS = ("h2d", "d2h", "h2d_both", "d2h_both", "nvme_read", "nvme_write")
 _NO_GPU = "no GPU: what computes is the host"
 
 
@@ -66,22 +67,27 @@ def measure_hardware(
         notes["page-locked"] = pinning.note
     if storage.note:
         notes["nvme"] = storage.note
-    return Hardware(
-        name=hardware_id(where), device="cuda" if where.type == "cuda" else "cpu", compute_dtype=dtype,
-        hardware_id=hardware_id(where), gpu_memory_bytes=_measured(total_bytes["gpu"]),
-        host_memory_bytes=_measured(total_bytes["host"]), nvme_bytes=_room(storage),
-        **{f"{name}_bytes_per_s": _large(links[name]) for name in (
-            "h2d", "d2h", "h2d_both", "d2h_both", "nvme_read", "nvme_write",
-        )},
-        gpu_bandwidth_bytes_per_s=unknown("the vendor's figure, not measured; see gpu_copy_bytes_per_s"),
-        gpu_copy_bytes_per_s=_large(links["gpu"]), host_copy_bytes_per_s=_large(links["host"]),
-        peak_matmul_flop_per_s=unknown("the vendor's figure, not measured; see matmul_flop_per_s"),
-        matmul_flop_per_s=matmul,
-        **{f"{place}_update_{state_format}_per_s": _rate(rate) for place, rates in updates.items()
-           for state_format, rate in rates.items()},
-        context_bytes=_context(where), price_usd_per_hour=unknown("not known; write it here to compare costs"),
-        notes=notes | _versions(where),
-    )  # fmt: skip
+    figures = {
+        "gpu_memory_bytes": _measured(total_bytes["gpu"]),
+        "host_memory_bytes": _measured(total_bytes["host"]),
+        "nvme_bytes": _room(storage),
+        **{f"{name}_bytes_per_s": _large(links[name]) for name in _LINKS},
+        "gpu_bandwidth_bytes_per_s": unknown("the vendor's figure, not measured; see gpu_copy_bytes_per_s"),
+        "gpu_copy_bytes_per_s": _large(links["gpu"]),
+        "host_copy_bytes_per_s": _large(links["host"]),
+        "peak_matmul_flop_per_s": unknown("the vendor's figure, not measured; see matmul_flop_per_s"),
+        "matmul_flop_per_s": matmul,
+        **{
+            f"{place}_update_{state_format}_per_s": _rate(rate)
+            for place, rates in updates.items()
+            for state_format, rate in rates.items()
+        },
+        "context_bytes": _context(where),
+        "price_usd_per_hour": unknown("not known; write it here to compare costs"),
+    }
+    identity = hardware_id(where)
+    facts = {"name": identity, "device": where.type, "compute_dtype": dtype, "hardware_id": identity}
+    return Hardware.model_validate(facts | figures | {"notes": notes | _versions(where)})
 
 
 def _matmul(device: torch.device, dtype: Dtype, repeats: int | None) -> Figure:

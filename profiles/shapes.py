@@ -33,7 +33,8 @@ class BlockShape:
         ffn: inside of the feed-forward part, which has a gate.
         num_heads: query heads.
         num_norms: norms over ``hidden``.
-        has_qk_norm: whether queries and keys are normed.
+        keeps_queries_twice: whether a forward that keeps everything has queries and keys from before their norm, or
+            from a fused projection, beside those that attention sees.
         window: tokens that a query sees at most; None: all before it.
     """
 
@@ -43,7 +44,7 @@ class BlockShape:
     ffn: int
     num_heads: int
     num_norms: int
-    has_qk_norm: bool
+    keeps_queries_twice: bool
     window: int | None
 
 
@@ -81,6 +82,7 @@ class _Family:
         qk_norm: ``head``: one weight per value of a head; ``heads``: one for each head; ``all``: over all heads.
         layer_kind: (settings, layer) -> what tells blocks of one model apart.
         window: whether a block sees a window: by ``layer_types`` or in ``all`` blocks.
+        fused: whether queries, keys and values come from one matrix, and so gate and input of the feed-forward part.
     """
 
     model: str
@@ -274,7 +276,7 @@ def shape_of(config: Any, compute_dtype: Dtype, origin: str = "model") -> ModelS
             f"profile other models on the machine"
         )
     _refuse_dropout(config, origin)
-    settings = family.defaults | {name: value for name, value in config.items() if value is not None}
+    settings = {**family.defaults, **{name: value for name, value in config.items() if value is not None}}
     return _shape(_Model(family, settings, origin), compute_dtype)
 
 
@@ -290,10 +292,10 @@ def _shape(model: _Model, compute_dtype: Dtype) -> ModelShape:
     try:
         kinds = [family.layer_kind(config, layer) for layer in range(num_layers)]
     except (IndexError, TypeError, ValueError, ZeroDivisionError):
-        raise UsageError(f"{model.origin}: layer_types: does not fit {num_layers} layers; mend the config.json") from None
-    names = {
-        kind: family.block + (f"/{number}" if number else "") for number, kind in enumerate(dict.fromkeys(kinds))
-    }
+        reason = f"layer_types: does not fit {num_layers} layers"
+        raise UsageError(f"{model.origin}: {reason}; mend the config.json") from None
+    distinct = enumerate(dict.fromkeys(kinds))
+    names = {kind: family.block + (f"/{number}" if number else "") for number, kind in distinct}
     tied = bool(config["tie_word_embeddings"])
     head: Params = {"model.norm.weight": (model.hidden,)}
     if not tied:
@@ -352,10 +354,15 @@ def _block_shape(model: _Model, kind: str) -> BlockShape:
     slides = model.family.window == "all" or kind.startswith("sliding")
     window = model.config.get("sliding_window") if model.family.window and slides else None
     return BlockShape(
-        hidden=model.hidden, attention=model.num_heads * model.head_dim, key_value=model.num_kv_heads * model.head_dim,
-        ffn=model.ffn, num_heads=model.num_heads, num_norms=len(model.family.norms),
-        has_qk_norm=model.has_qk_norm, window=window if isinstance(window, int) and window > 0 else None,
-    )  # fmt: skip
+        hidden=model.hidden,
+        attention=model.num_heads * model.head_dim,
+        key_value=model.num_kv_heads * model.head_dim,
+        ffn=model.ffn,
+        num_heads=model.num_heads,
+        num_norms=len(model.family.norms),
+        keeps_queries_twice=model.has_qk_norm or model.family.fused,
+        window=window if isinstance(window, int) and window > 0 else None,
+    )
 
 
 def _model_id(family: _Family, stages: list[Stage]) -> str:

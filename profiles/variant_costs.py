@@ -2,13 +2,14 @@
 
 Read off profiles of one H200 (torch 2.11, transformers 5.17; Qwen2 shapes of 7B and 14B compiled, of 3B uncompiled),
 whose bytes these counts give exactly: tensors are as wide as the feed-forward part, the hidden state, all query heads
-or all key heads. Where other architectures have more norms, what these keep is added.
+or all key heads. What other architectures keep beyond that was read off their graphs. At which budget a graph keeps
+what differs between shapes; the budgets are those of the 7B shape.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lazysched.profiles.shapes import BlockShape
 
@@ -61,7 +62,7 @@ class VariantCosts:
         kept: beside the input.
         redone: in the backward.
         forward, backward: working sets.
-        keeps_norms: whether what further norms need is kept too.
+        keeps_all: whether what further norms and fused projections need is kept too.
     """
 
     budget: float | None
@@ -69,22 +70,23 @@ class VariantCosts:
     redone: Redone
     forward: Counts
     backward: Counts
-    keeps_norms: bool = False
+    keeps_all: bool = False
 
     def all_kept(self, block: BlockShape) -> Counts:
         """What is kept in ``block``, which may have more norms than the blocks that were measured."""
-        if not self.keeps_norms:
+        if not self.keeps_all:
             return self.kept
-        return Counts(
-            self.kept.ffn, self.kept.hidden + max(0, block.num_norms - 2),
-            self.kept.attention + block.has_qk_norm, self.kept.key_value + block.has_qk_norm, self.kept.statistics,
+        return replace(
+            self.kept, hidden=self.kept.hidden + max(0, block.num_norms - 2) // 2,
+            attention=self.kept.attention + block.keeps_queries_twice,
+            key_value=self.kept.key_value + block.keeps_queries_twice,
         )  # fmt: skip
 
 
 _EVERYTHING = Redone(attention_inputs=True, attention=True, attention_output=True, ffn_inputs=2, rest=1.0)
 COMPILED = (
-    VariantCosts(1.0, Counts(3, 3, 2, 2, 1), Redone(), Counts(hidden=1), Counts(ffn=2), keeps_norms=True),
-    VariantCosts(0.9, Counts(2, 1, 2, 2, 1), Redone(rest=0.5), Counts(1, 1), Counts(ffn=4), keeps_norms=True),
+    VariantCosts(1.0, Counts(3, 3, 2, 2, 1), Redone(), Counts(hidden=1), Counts(ffn=2), keeps_all=True),
+    VariantCosts(0.9, Counts(2, 1, 2, 2, 1), Redone(rest=0.5), Counts(1, 1), Counts(ffn=4)),
     VariantCosts(0.5, Counts(ffn=2), Redone(True, True, True, 0, 0.75), Counts(1, 2), Counts(ffn=4)),
     VariantCosts(0.4, Counts(ffn=1, attention=2, key_value=2), Redone(attention_output=True, ffn_inputs=1, rest=0.75),
                  Counts(1, 1), Counts(5, 1)),
@@ -93,7 +95,7 @@ COMPILED = (
     VariantCosts(0.0, Counts(), _EVERYTHING, Counts(2, 2), Counts(6, 3, 2, 2, 1)),
 )  # fmt: skip
 UNCOMPILED = (
-    VariantCosts(None, Counts(5, 3, 2), Redone(), Counts(hidden=2), Counts(3, 1), keeps_norms=True),
+    VariantCosts(None, Counts(5, 3, 2), Redone(), Counts(hidden=2), Counts(3, 1), keeps_all=True),
     VariantCosts(None, Counts(), _EVERYTHING, Counts(3, 1), Counts(8, 2)),
 )
 

@@ -19,8 +19,8 @@ from lazysched.schemas.program import Buffer, Op, OpKind, Program
 from lazysched.schemas.recording import Recording, TimedOp
 
 __all__ = [
-    "BYTES_PER_ELEMENT", "FP32_STATE_ELEMENTS", "AttentionBackend", "Buffer", "Curve", "Document", "Dtype", "Engine", "Figure",
-    "Hardware", "HostMemory", "Op", "OpKind", "Phase", "Plan", "Prediction", "Profile", "Program", "Rate", "Recording",
-    "SaveVariant", "Schema", "SolverReport", "Stage", "StagePlan", "StateFormat", "Tier", "TimedOp", "Timing", "Update",
-    "interquartile", "variant_key",
+    "BYTES_PER_ELEMENT", "FP32_STATE_ELEMENTS", "AttentionBackend", "Buffer", "Curve", "Document", "Dtype", "Engine",
+    "Figure", "Hardware", "HostMemory", "Op", "OpKind", "Phase", "Plan", "Prediction", "Profile", "Program", "Rate",
+    "Recording", "SaveVariant", "Schema", "SolverReport", "Stage", "StagePlan", "StateFormat", "Tier", "TimedOp",
+    "Timing", "Update", "interquartile", "variant_key",
 ]  # fmt: skip

@@ -91,4 +91,5 @@ class Hardware(Document):
     @property
     def figures(self) -> dict[str, Figure]:
         """Every figure by its name, in the order of the schema."""
-        return {name: getattr(self, name) for name in type(self).model_fields if isinstance(getattr(self, name), Figure)}
+        values = {name: getattr(self, name) for name in type(self).model_fields}
+        return {name: value for name, value in values.items() if isinstance(value, Figure)}

@@ -7,8 +7,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import CohereConfig, Gemma3TextConfig, GemmaConfig, LlamaConfig, PretrainedConfig, Qwen2Config
-from transformers import GPTNeoXConfig, MistralConfig, Qwen3Config, SmolLM3Config  # isort: skip
+from transformers import (
+    CohereConfig,
+    Gemma3TextConfig,
+    GemmaConfig,
+    GPTNeoXConfig,
+    LlamaConfig,
+    MistralConfig,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+    SmolLM3Config,
+)
 
 from lazysched.errors import UsageError
 from lazysched.profiles.shapes import FAMILIES, load_shape, shape_of
