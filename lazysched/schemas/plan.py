@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field, model_validator
 
 from lazysched.schemas.base import AttentionBackend, Document, Dtype, Engine, Schema, Tier
 from lazysched.schemas.profile import Profile, SaveVariant
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 StateFormat = Literal["fp32", "hybrid8"]
 """Format of optimizer state: the exact reference, or 8-bit moments with fp32 ones for small tensors."""
@@ -138,6 +141,16 @@ class Plan(Document):
     solver: SolverReport | None = None
     profile: Profile | None = None
     """What the plan was solved from, so that it can be simulated and explained; null in a plan written by hand."""
+
+    def to_frame(self, profile: Profile | None = None) -> pd.DataFrame:
+        """One row per stage: the decisions, and what they take and cost in one step; ``solver.plan_frame`` says how.
+
+        Args:
+            profile: of the machine to be; None: the one in the plan.
+        """
+        from lazysched.solver.plan_frame import plan_frame
+
+        return plan_frame(self, profile)
 
     @model_validator(mode="after")
     def _consistent(self) -> Plan:
