@@ -145,7 +145,7 @@ class _Profiling:
             seq_len=settings.seq_len, loss_chunk_tokens=settings.chunk_tokens,
             attention=self.attention.backend, packing=settings.packing, argument_bytes=self.argument_bytes,
             stages=self.stages,
-            variants=self.variants, links=links, update=update,
+            variants=self.variants, links=links, update=update.alone, update_beside_copies=update.beside_copies,
             total_bytes={**total_bytes, "nvme": storage.total_bytes},
             free_bytes={**free_bytes, "nvme": storage.free_bytes},
             pin_limit_bytes=pinning.limit_bytes, context_bytes=_context_bytes(device),

@@ -60,6 +60,7 @@ class _Refinement:
         self.profile, self.recording = profile, recording
         self.variants = {key: {size: [*found] for size, found in by.items()} for key, by in profile.variants.items()}
         self.links, self.update = dict(profile.links), {key: dict(value) for key, value in profile.update.items()}
+        self.beside_copies = dict(profile.update_beside_copies)
         self.notes = dict(profile.notes)
 
     def run(self) -> Profile:
@@ -76,7 +77,10 @@ class _Refinement:
                     self._update(processor, state_format, timed)
                 case _:
                     raise UsageError(f"from_run: {RECORDING_FILE}: durations: cost {cost} is not known; train again")
-        changed = {"variants": self.variants, "links": self.links, "update": self.update, "notes": self.notes}
+        changed = {
+            "variants": self.variants, "links": self.links, "update": self.update,
+            "update_beside_copies": self.beside_copies, "notes": self.notes,
+        }  # fmt: skip
         return Profile.model_validate(self.profile.model_copy(update=changed).model_dump())
 
     def _note(self, figure: str, repeats: int) -> None:
@@ -118,7 +122,7 @@ class _Refinement:
             self._note(f"links.{name}", sum(op.duration.repeats for op in timed if op.num_bytes in seen))
 
     def _update(self, processor: Literal["cpu", "gpu"], state_format: str, timed: Sequence[TimedOp]) -> None:
-        """The rate over all stages that were updated, each as often as it was."""
+        """The rate over all stages that were updated, each as often as it was, with the copies that ran beside it."""
         rates = self.update.get(processor, {})
         if state_format not in rates:
             raise UsageError(f"from_run: the profile has no update.{processor}.{state_format}; {_REMEDY}")
@@ -128,6 +132,8 @@ class _Refinement:
         if num_params and seconds:
             repeats = sum(op.duration.repeats for op in timed)
             rates[state_format] = Rate(per_s=num_params / seconds, spread=spread_s / seconds, repeats=repeats)
+            if processor == "cpu":
+                self.beside_copies.pop(state_format, None)  # what copies cost is in the rate now
             self._note(f"update.{processor}.{state_format}", repeats)
 
 

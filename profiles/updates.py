@@ -1,14 +1,13 @@
 """How fast the optimizer updates parameters in each format of its state, on the host and where the model computes.
 
-The host's time is the mean of that alone and that beside copies in both directions at full speed: in a step that
-updates there, weights are on their way about half of the time, and they share the host's memory.
+On the host beside a GPU both alone and beside copies in both directions at full speed, which share the host's memory.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 import torch
 
@@ -32,11 +31,20 @@ _Make = Callable[[_Buffer, torch.device], Callable[[], None]]
 """(where buffers come from, their device) -> the work to be timed."""
 
 
+class UpdateRates(NamedTuple):
+    """Parameters per second, as ``Profile`` has them."""
+
+    alone: dict[Literal["cpu", "gpu"], dict[str, Rate]]
+    """processor -> format -> rate."""
+    beside_copies: dict[str, Rate]
+    """format -> rate on the host while both directions are busy; empty without a GPU."""
+
+
 def measure_updates(
     blocks: list[Stage], dtype: torch.dtype, device: torch.device, host_limit_bytes: int, repeats: int | None,
     *, pinned: bool = True,
-) -> dict[Literal["cpu", "gpu"], dict[str, Rate]]:  # fmt: skip
-    """Parameters per second of AdamW, by processor and format of the optimizer state.
+) -> UpdateRates:  # fmt: skip
+    """Parameters per second of AdamW by format of the optimizer state.
 
     Args:
         blocks: decoder blocks; stages like the first are updated, at most as many as there are.
@@ -46,7 +54,7 @@ def measure_updates(
         repeats: timed repeats; None chooses by the time one takes.
         pinned: whether the copies beside the host's updates are from and to page-locked memory.
     """
-    rates: dict[Literal["cpu", "gpu"], dict[str, Rate]] = {"cpu": {}, "gpu": {}}
+    rates = UpdateRates({"cpu": {}, "gpu": {}}, {})
     threads = cpu_threads(device)
     for state_format in get_args(StateFormat):
         sizes = _sizes(blocks[0], dtype, state_format)
@@ -54,24 +62,28 @@ def measure_updates(
         names = {f"{kind}/{index}": size for kind, size in sizes.items() for index in range(count)}
         make = partial(_update_work, blocks[0], count, dtype=dtype, state_format=state_format, threads=threads)
         num_params = blocks[0].num_params * count
-        rates["cpu"][state_format] = _cpu_rate(make, num_params, names, device, host_limit_bytes, repeats, pinned)
-        rates["gpu"][state_format] = _gpu_rate(make, num_params, names, device, repeats)
+        alone, beside = _cpu_rates(make, num_params, names, device, host_limit_bytes, repeats, pinned)
+        rates.alone["cpu"][state_format] = alone
+        if beside is not None:
+            rates.beside_copies[state_format] = beside
+        rates.alone["gpu"][state_format] = _gpu_rate(make, num_params, names, device, repeats)
     return rates
 
 
-def _cpu_rate(
+def _cpu_rates(
     make: _Make, num_params: int, names: Mapping[str, int], device: torch.device,
     host_limit_bytes: int, repeats: int | None, pinned: bool,
-) -> Rate:  # fmt: skip
+) -> tuple[Rate, Rate | None]:  # fmt: skip
+    """Alone, and beside copies where there are any."""
     arena = HostArena(names, (), _CPU, host_limit_bytes)
     try:
         work = make(arena.tensor, _CPU)
         alone_s = on_cpu_engine(lambda: durations_of(work, _CPU, repeats), device)
         if device.type != "cuda":
-            return rate(alone_s, num_params)
+            return rate(alone_s, num_params), None
         with copies_under_way(device, host_limit_bytes, pinned=pinned):
             beside_s = on_cpu_engine(lambda: durations_of(work, _CPU, len(alone_s)), device)
-        return rate([(alone + beside) / 2 for alone, beside in zip(alone_s, beside_s, strict=True)], num_params)
+        return rate(alone_s, num_params), rate(beside_s, num_params)
     finally:
         arena.close()
 

@@ -252,6 +252,11 @@ class Instance:
         return total
 
     @cached_property
+    def copy_slowdown(self) -> float:
+        """Seconds that the host's update loses for each second in which one direction copies."""
+        return self.profile.copy_slowdown(self.state_format)
+
+    @cached_property
     def compute_bound_s(self) -> float:
         """No plan of this candidate is faster: every block in its fastest variant, nothing ever waits."""
         m = self.candidate.accumulation

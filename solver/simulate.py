@@ -1,14 +1,15 @@
 """Replay of a program: an independent prediction of its time and memory.
 
-Engines work in order, and the order is that of ``Program.ops``. An operation starts when its engine is free and all its
-predecessors have finished, in this step or in the one before. Durations come from the profile by the operation's cost
-key. Nothing of the mixed-integer program is used here, so that the one can be held against the other.
+``solver.replay`` says when each operation runs; its duration comes from the profile by its cost key. Nothing of the
+mixed-integer program is used here, so that the one can be held against the other.
 
 On a CPU all engines are one thread (``InlineEngines`` of the runtime): operations run one after the other, and whatever
 is not compute is exposed.
 
 A copy between host and GPU takes the curve measured with both directions busy where the program keeps both busy
-(``lazysched.timeline.both_ways``); otherwise the curve of its direction alone.
+(``lazysched.timeline.both_ways``); otherwise the curve of its direction alone. An update on the host goes at the rate
+measured alone while nothing is copied, at the one measured beside copies while both directions are busy, and half way
+between while one is.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from lazysched.errors import UsageError
 from lazysched.layout import mapping_bytes
 from lazysched.lower import lower
 from lazysched.schemas import Curve, Engine, Op, Plan, Prediction, Profile, Program, Rate, SaveVariant, Tier
+from lazysched.solver.replay import replay, replay_in_line
 from lazysched.timeline import Interval, both_ways, compute_end_s, exposed_of_step, intervals_by_step, moved_bytes
 
 
@@ -94,18 +96,21 @@ def simulate(program: Program, profile: Profile, *, micro_batch: int, steps: int
         raise UsageError(f"steps: {steps} is too few to see a steady step; use at least 2")
     durations = _Durations(program, profile, micro_batch)
     duration_s = {op.id: durations.seconds(op) for op in program.ops.values()}
-    replay = _Replay(program, duration_s, in_line=profile.device == "cpu")
-    for step in range(steps):
-        replay.run_step(step)
-    by_step = intervals_by_step(replay.intervals)
+    in_line = profile.device == "cpu"
+    intervals = (
+        replay_in_line(program, duration_s, steps)
+        if in_line
+        else replay(program, duration_s, steps, durations.slowdowns())
+    )
+    by_step = intervals_by_step(intervals)
     before, last = by_step[steps - 2], by_step[steps - 1]
     return Timeline(
         step_s=compute_end_s(last) - compute_end_s(before),
-        exposed_s=exposed_of_step(program, last, before, in_line=replay.in_line),
+        exposed_s=exposed_of_step(program, last, before, in_line=in_line),
         moved_bytes=moved_bytes(program.ops.values()),
         peak_bytes=peak_bytes(program, profile, micro_batch),
         pinned_bytes=pinned_bytes(program),
-        intervals=replay.intervals,
+        intervals=intervals,
     )
 
 
@@ -113,7 +118,7 @@ class _Durations:
     """Looks up an operation's cost key in the profile."""
 
     def __init__(self, program: Program, profile: Profile, micro_batch: int) -> None:
-        self.profile = profile
+        self.program, self.profile = program, profile
         self.micro_batch = micro_batch
         self.both_ways = both_ways(program)
         self.variants: dict[tuple[str, str], SaveVariant] = {}
@@ -130,6 +135,14 @@ class _Durations:
             case ("update", processor, state_format):
                 return op.num_params / self._rate(processor, state_format)
         raise AssertionError(f"{op.id}: unknown cost {op.cost}")
+
+    def slowdowns(self) -> dict[str, float]:
+        """Operation id -> seconds that an update on the host loses for each second that one direction copies."""
+        return {
+            op.id: self.profile.copy_slowdown(op.cost[2])
+            for op in self.program.ops.values()
+            if op.engine == "cpu" and op.kind == "update"
+        }
 
     def _added_s(self, op: Op) -> float:
         """Time to add gradients up, which the variants' times leave out: it depends on the accumulation."""
@@ -163,35 +176,6 @@ class _Durations:
             reason = "missing" if rate is None else rate.reason
             raise UsageError(f"profile: update.{processor}.{state_format}: not measured ({reason}); profile again")
         return rate.per_s
-
-
-class _Replay:
-    """State of the replay: when each engine is free and when each operation last ended."""
-
-    def __init__(self, program: Program, duration_s: Mapping[str, float], in_line: bool) -> None:
-        self.in_line = in_line
-        self.ops: list[tuple[str, Engine, float]] = [
-            (op.id, op.engine, duration_s[op.id]) for op in program.ops.values()
-        ]
-        self.predecessors = program.predecessors
-        self.free_s: dict[Engine, float] = defaultdict(float)
-        self.ends: list[dict[str, float]] = []
-        self.intervals: list[Interval] = []
-
-    def run_step(self, step: int) -> None:
-        """Place every operation of one more step."""
-        ends: dict[str, float] = {}
-        self.ends.append(ends)
-        for op, engine, duration_s in self.ops:
-            worker: Engine = "compute" if self.in_line else engine
-            start_s = max(self._ready_s(op, step), self.free_s[worker])
-            ends[op] = self.free_s[worker] = start_s + duration_s
-            self.intervals.append(Interval(op, engine, start_s, ends[op], step))
-
-    def _ready_s(self, op: str, step: int) -> float:
-        """When the last predecessor ends."""
-        before = ((earlier, step - distance) for earlier, distance in self.predecessors[op])
-        return max((self.ends[index][earlier] for earlier, index in before if index >= 0), default=0.0)
 
 
 def peak_bytes(program: Program, profile: Profile, micro_batch: int) -> dict[Tier, int]:

@@ -450,9 +450,7 @@ class _Search:
             Tried(c, bound, self.found[c].step_s if c in self.found else None)
             for c, bound in sorted(self.bounds.items(), key=lambda item: item[1])
         ]
-        plan = plan.model_copy(
-            update={"predicted": timeline.prediction(), "solver": report, "profile": self.profile}
-        )
+        plan = plan.model_copy(update={"predicted": timeline.prediction(), "solver": report, "profile": self.profile})
         return Solution(plan, timeline, shown, tried)
 
 

@@ -12,8 +12,9 @@ Legend (seconds; M micro-batches, p prefetch depth, q D2H lag):
     tr[w]    the remaining fetches for w
     ty[w]    copies to the host for w start          save[w]  duration of one micro-batch, grads[w] of a gradient
     te       the clip factor is on the host: updates are released (exact clipping)
-    cc[w]    CPU updates up to the stage of window w, in forward order; where no update waits for the norm: when the
-             update of the stage whose gradient window w ends has ended, in the order of the backward
+    cc[w]    CPU updates, slowed down by copies beside them, up to the stage of window w, in forward order; where no
+             update waits for the norm: when the update of the stage whose gradient window w ends has ended, in the
+             order of the backward
 """
 
 from __future__ import annotations
@@ -251,6 +252,8 @@ class _TimeRows:
                 own = self.decisions.ends_on(lambda c: c.cpu_update_s, gpu=False, embed=w == 0, head=w != 0)
             else:
                 own = self.decisions.state(block, lambda c: c.cpu_update_s, "resident", "streamed")
+            if w > 0:  # while it and those before it are updated, the weights of those before are on their way
+                own += self.instance.copy_slowdown * (self.load[w - 1] + self.m * self.save[w - 1])
             updated = self.problem.add_variable(f"cc_{w}", 0)
             self.problem += updated == before + own
             self.problem += self.tx[w] + self.period >= self.te + updated
@@ -262,6 +265,8 @@ class _TimeRows:
         before, total = _ZERO, _ZERO
         for w in range(self.head, self.num_windows):
             own = self._of_gradient(w, lambda c: c.cpu_update_s, gpu=False)
+            copied = self.load[w] + self.grads[w] + self.m * self.fetch[w]
+            own += self.instance.copy_slowdown * copied
             updated = self.problem.add_variable(f"cc_{w}", 0)
             self.problem += updated >= before + own
             self.problem += updated >= self.ty[w] + self.grads[w] + own

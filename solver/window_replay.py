@@ -195,12 +195,22 @@ class _Steps:
         embed_update, head_update = replay.ends("cpu_update_s", batch, gpu=False)
         updates = self.on_host * replay.stage_row("cpu_update_s")[:, None]
         self.cpu_updates: list[Floats] = [embed_update, *updates, head_update]
-        self.updated: list[Floats] = list(np.cumsum(self.cpu_updates, axis=0))  # in forward order, until each has ended
+        self.updated = self._updated(replay.instance.copy_slowdown)
         embed_update, head_update = replay.ends("gpu_update_s", batch, gpu=True)
         updates = ~self.on_host * replay.stage_row("gpu_update_s")[:, None]
         self.gpu_updates: list[Floats] = [embed_update, *updates, head_update]
         after = np.cumsum(self.streamed[::-1], axis=0)[::-1] - self.streamed
         self.reload: Bools = self.streamed & (after >= self.slots)  # the others still lie in their slots
+        back = self.load * self.reload + self.grads + self.m * self.fetch
+        copied = [self.embed_grads, *back, self.head_load + self.head_grads]
+        slowdown = replay.instance.copy_slowdown
+        self.early_updates = [own + slowdown * s for own, s in zip(self.cpu_updates, copied, strict=True)]
+
+    def _updated(self, copy_slowdown: float) -> list[Floats]:
+        """Per forward window, all updates up to it; weights and saved tensors of those before are on their way."""
+        copied = [0 * self.embed_load, self.embed_load, *(self.load + self.m * self.save)]
+        pairs = zip(self.cpu_updates, copied, strict=True)
+        return list(np.cumsum([own + copy_slowdown * seconds for own, seconds in pairs], axis=0))
 
     def steady_step_s(self) -> Floats:
         """Distance between the ends of the last two steps."""
@@ -237,7 +247,7 @@ class _Steps:
         """Update the stage of a forward window now that its gradient has arrived, unless updates wait for the norm."""
         if not self.waits_for_norm:
             self.compute_s = self.compute_s + self.gpu_updates[window]
-            self.cpu_s = np.maximum(self.cpu_s, self.d2h_s) + self.cpu_updates[window]
+            self.cpu_s = np.maximum(self.cpu_s, self.d2h_s) + self.early_updates[window]
             self.done[window] = self.cpu_s
 
     def _ready(self) -> Floats:

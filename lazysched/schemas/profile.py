@@ -176,7 +176,10 @@ class Profile(Document):
     page-locked: ``h2d_pageable d2h_pageable h2d_pageable_both d2h_pageable_both``; ``gpu``: inside GPU memory, reads +
     writes."""
     update: dict[Literal["cpu", "gpu"], dict[str, Rate]]
-    """processor -> state format -> parameters per second."""
+    """processor -> state format -> parameters per second, with nothing beside it."""
+    update_beside_copies: dict[str, Rate] = Field(default_factory=dict)
+    """state format -> parameters per second on the host while copies keep both directions between host and GPU busy,
+    which share the host's memory with the update; a format that is absent is updated as fast as alone."""
     collectives: dict[str, Curve] = Field(default_factory=dict)
     """Empty on one GPU."""
     total_bytes: dict[Tier, int | None]
@@ -200,6 +203,14 @@ class Profile(Document):
             state = "missing" if self.packing else "given without packing"
             raise ValueError(f"argument_bytes of micro-batch {min(missing)}: {state}; profile again")
         return self
+
+    def copy_slowdown(self, state_format: str) -> float:
+        """Seconds that the host's update loses for each second in which one direction copies; 0 where not measured."""
+        alone = self.update.get("cpu", {}).get(state_format)
+        beside = self.update_beside_copies.get(state_format)
+        if alone is None or beside is None or alone.per_s is None or beside.per_s is None:
+            return 0.0
+        return max(0.0, alone.per_s / beside.per_s - 1) / 2
 
     def doubts(self) -> list[str]:
         """What a user should know before trusting the figures, one line each; empty when all went as wanted."""

@@ -23,9 +23,9 @@ def test_rate_counts_every_updated_parameter(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(updates, "durations_of", one_second)
     found = updates.measure_updates([BLOCK] * 3, torch.bfloat16, CPU, host_limit_bytes=10**8, repeats=None)
     assert len(ran) == 4
-    rates = [rate.per_s for by_format in found.values() for rate in by_format.values()]
+    rates = [rate.per_s for by_format in found.alone.values() for rate in by_format.values()]
     assert rates == [3 * (BLOCK.num_params)] * 4
-    assert set(found["cpu"]) == set(found["gpu"]) == {"fp32", "hybrid8"}
+    assert set(found.alone["cpu"]) == set(found.alone["gpu"]) == {"fp32", "hybrid8"}
 
 
 def test_state_that_does_not_fit_the_gpu_is_null_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -39,7 +39,7 @@ def test_state_that_does_not_fit_the_gpu_is_null_with_a_reason(monkeypatch: pyte
 
     monkeypatch.setattr(updates, "durations_of", second_fails)
     found = updates.measure_updates([BLOCK], torch.bfloat16, CPU, host_limit_bytes=10**8, repeats=None)
-    assert found["cpu"]["fp32"].per_s == BLOCK.num_params
-    assert found["gpu"]["fp32"].per_s is None
-    assert "do not fit" in (found["gpu"]["fp32"].reason or "")
-    assert found["gpu"]["hybrid8"].per_s == BLOCK.num_params
+    assert found.alone["cpu"]["fp32"].per_s == BLOCK.num_params
+    assert found.alone["gpu"]["fp32"].per_s is None
+    assert "do not fit" in (found.alone["gpu"]["fp32"].reason or "")
+    assert found.alone["gpu"]["hybrid8"].per_s == BLOCK.num_params

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from lazysched.lower import lower
-from lazysched.schemas import Profile, StateFormat, Update
+from lazysched.schemas import Profile, Rate, StateFormat, Update
 from lazysched.solver import Timeline, simulate
 from lazysched.solver.bounds import count_bound_s
 from lazysched.solver.instance import STATE_CHOICES, Candidate, Instance, offload_limits
@@ -122,6 +122,20 @@ class TestTime:
             simulated_s = replayed(profile, instance, choices).step_s
             replay_s = WindowReplay(instance).evaluate(ChoiceBatch.of([choices])).step_s[0]
             assert replay_s == pytest.approx(simulated_s, rel=5e-3)
+
+    @pytest.mark.parametrize("update", [EXACT, EARLY], ids=["exact", "early"])
+    def test_updates_that_copies_slow_down_are_in_window_replay_and_program(self, update: Update) -> None:
+        slowed = 0
+        for plain, instance, choices in cases(False, offload=False, update=update, cpu_params_per_s=SLOW_CPU):
+            beside = {f: Rate(per_s=rate.per_s and rate.per_s / 2) for f, rate in plain.update["cpu"].items()}
+            profile = plain.model_copy(update={"update_beside_copies": beside})
+            instance = Instance(profile, instance.candidate, instance.state_format, update)
+            simulated_s = replayed(profile, instance, choices).step_s
+            replay_s = WindowReplay(instance).evaluate(ChoiceBatch.of([choices])).step_s[0]
+            assert replay_s == pytest.approx(simulated_s, rel=0.02 if update.waits_for_norm else 0.05)
+            assert fixed_period(instance, choices, PLENTY) == pytest.approx(simulated_s, rel=0.05)
+            slowed += simulated_s > 1.01 * replayed(plain, instance, choices).step_s
+        assert slowed >= 4
 
     @pytest.mark.parametrize("cpu_params_per_s", [FAST_CPU, SLOW_CPU])
     @pytest.mark.parametrize("update", [EXACT, EARLY], ids=["exact", "early"])

@@ -81,6 +81,24 @@ class TestTime:
             timeline = simulate(program([up, down, forward], edges), profile, micro_batch=1)
             assert timeline.step_s == pytest.approx(expected_s)
 
+    def test_an_update_slows_down_while_copies_run_beside_it(self) -> None:
+        profile = tiny_profile().model_copy(update={"update_beside_copies": {"fp32": Rate(per_s=50e6)}})
+        # Alone 10 ms; each direction that copies takes half a second of every second from it.
+        ops = [
+            op("up", "h2d", cost=UPLOAD, num_bytes=6 * MB),
+            op("down", "d2h", cost=("link", "d2h"), num_bytes=3 * MB),
+            op("update", "cpu", cost=UPDATE, num_params=MB),
+        ]
+        first = simulate(program(ops, []), profile, micro_batch=1).to_frame().query("step == 0").set_index("op")
+        # 3 ms at half speed, 3 ms at two thirds of it, then 6.5 ms alone.
+        assert first.loc["down", "end_s"] == pytest.approx(0.003)
+        assert first.loc["update", "end_s"] == pytest.approx(0.003 + 0.003 + (0.010 - 0.003 / 2 - 0.003 / 1.5))
+
+    def test_an_order_that_contradicts_the_edges_is_refused(self) -> None:
+        ops = [op("a", "compute", cost=FORWARD), op("b", "compute", cost=FORWARD)]
+        with pytest.raises(ValueError, match="a never starts"):
+            simulate(program(ops, [("b", "a", 0)]), tiny_profile(), micro_batch=1)
+
     def test_copies_of_ordinary_memory_take_their_own_curves(self) -> None:
         profile = tiny_profile()
         slow = {"h2d_pageable": Curve(points=[(1, 0.25e9)]), "h2d_pageable_both": Curve(points=[(1, 0.125e9)])}
