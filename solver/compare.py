@@ -14,10 +14,12 @@ from lazysched.solver.simulate_report import up_to_date
 from lazysched.solver.words import saves_in_words, stages_in_words, weights_in_words
 from lazysched.units import format_bytes, format_seconds
 
-SETTINGS = (
-    "hardware_id", "compute_dtype", "batch_size", "seq_len", "micro_batch", "accumulation", "loss_chunk_tokens",
-    "attention", "packing", "prefetch_depth", "d2h_lag", "host_memory", "fp32_state_elements",
-)  # fmt: skip
+APART = {
+    "version", "model_id", "world_size", "argument_bytes", "update", "stages", "variants", "budget_bytes",
+    "context_bytes", "predicted", "solver", "profile",
+}  # fmt: skip
+"""Fields of a plan that are no decisions, or are set side by side in a form of their own."""
+SETTINGS = [name for name in Plan.model_fields if name not in APART]
 NO_FIGURE = "-"
 
 
@@ -122,9 +124,9 @@ def _figures(plan_a: Plan, plan_b: Plan) -> list[Figure]:
     rows: list[tuple[str, Callable[[Prediction, Plan], float]]] = [
         ("step_s", lambda p, _: p.step_s),
         ("tokens_per_s", lambda p, plan: plan.batch_size * plan.seq_len / p.step_s),
-        *((f"waits_for_{e}_s", lambda p, _, e=e: p.exposed_s.get(e, 0.0)) for e in engines),  # type: ignore[misc]
-        *((f"{e}_bytes", lambda p, _, e=e: p.moved_bytes.get(e, 0)) for e in links),  # type: ignore[misc]
-        *((f"{t}_peak_bytes", lambda p, _, t=t: p.peak_bytes.get(t, 0)) for t in tiers),  # type: ignore[misc]
+        *((f"waits_for_{e}_s", lambda p, _, e=e: p.exposed_s.get(e, 0.0)) for e in engines),
+        *((f"{e}_bytes", lambda p, _, e=e: p.moved_bytes.get(e, 0)) for e in links),
+        *((f"{t}_peak_bytes", lambda p, _, t=t: p.peak_bytes.get(t, 0)) for t in tiers),
     ]
     return [
         Figure(name=name, **{
@@ -163,7 +165,7 @@ def print_comparison(found: Comparison, names: tuple[str, str], console: Console
     )  # fmt: skip
 
 
-def _row(figure: Figure) -> tuple[str, str, str, str]:
+def _row(figure: Figure) -> tuple[str, ...]:
     name, a, b = figure.name, figure.a, figure.b
     label = name.replace("_per_s", "/s").removesuffix("_s").removesuffix("_bytes").replace("_", " ")
     show = _shower(name)

@@ -1,4 +1,4 @@
-"""What each decision of a plan costs, and what another decision in its place would cost, by simulating the changed plan."""
+"""What each decision of a plan costs, and what another in its place would cost: the changed plan is simulated."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A plan explained: what binds, what a little more of something would buy, what each decision costs, where compute waits.
+"""A plan explained: what binds, what a little more would buy, what each decision costs, where compute waits.
 
 Everything but ``gains`` is simulated, so it is the same whenever it is asked. Gains are also looked for by solving anew
 with a changed machine or budget; what such a solve finds beyond its own distance to the bound is proven, less is not.
@@ -18,8 +18,8 @@ from lazysched.solver.decision_costs import (
     stage_costs,
     step_alternatives,
 )
-from lazysched.solver.what_if import Gain, over_budget
 from lazysched.solver.waits import WaitGroup, wait_groups
+from lazysched.solver.what_if import Gain, over_budget
 
 
 class Explanation(Schema):
@@ -64,7 +64,9 @@ class Explanation(Schema):
     @property
     def binding_tiers(self) -> list[Tier]:
         """Memory of which more is proven to make the step shorter."""
-        return [gain.tier for gain in self.gains if gain.tier is not None and gain.gain_s > 0 and gain.within_gap is False]
+        return [
+            gain.tier for gain in self.gains if gain.tier is not None and gain.gain_s > 0 and gain.within_gap is False
+        ]
 
 
 def explain(plan: Plan, profile: Profile | None = None, *, time_limit_s: float = 10.0) -> Explanation:
@@ -111,4 +113,3 @@ def explain(plan: Plan, profile: Profile | None = None, *, time_limit_s: float =
 
 def _waits(base: Base) -> list[WaitGroup]:
     return wait_groups(base.program, base.timeline.intervals, in_line=base.profile.device == "cpu")
-

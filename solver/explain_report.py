@@ -49,8 +49,8 @@ def _binding(explanation: Explanation) -> Iterator[str]:
     exposed_s = sum(explanation.exposed_s.values())
     needed_s = explanation.step_s - explanation.recompute_s - exposed_s
     yield (
-        f"A step takes {format_seconds(explanation.step_s)}: {format_seconds(needed_s)} of computing that it needs with "
-        f"this micro-batch, {format_seconds(explanation.recompute_s)} of recomputing, {format_seconds(exposed_s)} of "
+        f"A step takes {format_seconds(explanation.step_s)}: {format_seconds(needed_s)} of computing that this "
+        f"micro-batch needs, {format_seconds(explanation.recompute_s)} of recomputing, {format_seconds(exposed_s)} of "
         f"waiting ({times_in_words(explanation.exposed_s)})."
     )
     peaks = [
@@ -89,10 +89,8 @@ def _binding_memory(explanation: Explanation) -> str:
 
 def _gains(explanation: Explanation) -> Iterator[str]:
     if explanation.reference_s < explanation.step_s - SMALL_S:
-        yield (
-            f"Solving again finds a faster plan for the same machine and budgets, {format_seconds(explanation.reference_s)}"
-            f" instead of {format_seconds(explanation.step_s)}; gains count from there."
-        )
+        faster, slower = format_seconds(explanation.reference_s), format_seconds(explanation.step_s)
+        yield f"Solving again finds a faster plan for the same budgets, {faster} instead of {slower}; gains count from it."
     for gain in explanation.gains:
         yield _gain(gain, explanation)
 

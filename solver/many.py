@@ -31,16 +31,13 @@ class Answer:
         plan: the fastest that was found, without its profile; None where nothing was found.
         missing_bytes: tier -> bytes by which that budget alone would have to grow, where nothing fits.
         problem: why there is no plan, in one line.
+        infeasible: whether that is because nothing fits.
     """
 
     plan: Plan | None
     missing_bytes: dict[str, int] = field(default_factory=dict)
     problem: str | None = None
-
-    @property
-    def fits(self) -> bool:
-        """Whether there is a plan."""
-        return self.plan is not None
+    infeasible: bool = False
 
 
 def answer(request: Request) -> Answer:
@@ -54,7 +51,7 @@ def answer(request: Request) -> Answer:
     except UsageError:
         raise
     except InfeasibleError as error:
-        return Answer(None, error.missing_bytes, str(error))
+        return Answer(None, error.missing_bytes, str(error), infeasible=True)
     except LazyschedError as error:
         return Answer(None, problem=str(error))
     return Answer(plan.model_copy(update={"profile": None}))

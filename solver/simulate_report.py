@@ -69,7 +69,8 @@ def stale_fields(stored: Prediction, timeline: Timeline) -> list[str]:
 def _equal(stored: object, seen: object) -> bool:
     if isinstance(stored, dict) and isinstance(seen, dict):
         return all(_equal(stored.get(key, 0), seen.get(key, 0)) for key in stored | seen)
-    assert isinstance(stored, int | float) and isinstance(seen, int | float)
+    assert isinstance(stored, int | float)
+    assert isinstance(seen, int | float)
     return math.isclose(stored, seen, rel_tol=STALE_SHARE, abs_tol=1e-9)
 
 

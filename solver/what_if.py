@@ -115,9 +115,7 @@ def over_budget(timeline: Timeline, budget_bytes: Mapping[Tier, int], profile: P
     return {name: size for name, size in over.items() if size > 0}
 
 
-def gains(
-    plan: Plan, known: Known, asked: Sequence[Change], reference_s: float, bound_s: float | None
-) -> list[Gain]:
+def gains(plan: Plan, known: Known, asked: Sequence[Change], reference_s: float, bound_s: float | None) -> list[Gain]:
     """What each change buys, largest gain first.
 
     Args:

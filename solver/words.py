@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from lazysched.schemas import Engine, StagePlan
+from lazysched.schemas import Engine, StagePlan, Tier
 from lazysched.units import format_bytes, format_seconds
 
 
@@ -33,9 +33,12 @@ def weights_in_words(choice: StagePlan) -> str:
 
 def saves_in_words(choice: StagePlan) -> str:
     """What a block saves for its backward, and where."""
-    tiers = sorted({choice.input_tier, *choice.saved_tiers.values()})
+    rest = sorted(set(choice.saved_tiers.values()))
+    place = f"on {' + '.join(rest or [choice.input_tier])}"
+    if rest and rest != [choice.input_tier]:
+        place += f", its input on {choice.input_tier}"
     segment = "" if choice.segment == 1 else f", segments of {choice.segment}"
-    return f"{choice.save} on {' + '.join(tiers)}{segment}"
+    return f"{choice.save} {place}{segment}"
 
 
 def choice_in_words(choice: StagePlan, is_block: bool) -> str:
@@ -44,7 +47,7 @@ def choice_in_words(choice: StagePlan, is_block: bool) -> str:
     return f"{words}, saves {saves_in_words(choice)}" if is_block else words
 
 
-def sizes_in_words(num_bytes: Mapping[str, int] | Mapping[Engine, int]) -> str:
+def sizes_in_words(num_bytes: Mapping[str, int] | Mapping[Engine, int] | Mapping[Tier, int]) -> str:
     """``gpu 1.2 GB, host 30 MB``; what is 0 is left out."""
     return ", ".join(f"{name} {format_bytes(size)}" for name, size in num_bytes.items() if size) or "nothing"
 
