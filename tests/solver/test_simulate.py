@@ -89,7 +89,8 @@ class TestTime:
             op("down", "d2h", cost=("link", "d2h"), num_bytes=3 * MB),
             op("update", "cpu", cost=UPDATE, num_params=MB),
         ]
-        first = simulate(program(ops, []), profile, micro_batch=1).to_frame().query("step == 0").set_index("op")
+        edges = [("update", "up", 1), ("update", "down", 1)]
+        first = simulate(program(ops, edges), profile, micro_batch=1).to_frame().query("step == 0").set_index("op")
         # 3 ms at half speed, 3 ms at two thirds of it, then 6.5 ms alone.
         assert first.loc["down", "end_s"] == pytest.approx(0.003)
         assert first.loc["update", "end_s"] == pytest.approx(0.003 + 0.003 + (0.010 - 0.003 / 2 - 0.003 / 1.5))
