@@ -62,10 +62,7 @@ def compare(plan_a: Plan, plan_b: Plan) -> Comparison:
     Raises:
         UsageError: the plans are for different models.
     """
-    if plan_a.model_id != plan_b.model_id or list(plan_a.stages) != list(plan_b.stages):
-        raise UsageError(
-            f"plans: model_id: {plan_a.model_id} and {plan_b.model_id} are different models; compare plans of one model"
-        )
+    _refuse_other_model(plan_a, plan_b)
     stages = _stage_differences(plan_a, plan_b)
     settings, equal = _setting_differences(plan_a, plan_b)
     return Comparison(
@@ -76,6 +73,16 @@ def compare(plan_a: Plan, plan_b: Plan) -> Comparison:
         num_equal_stages=sum(plan_a.stages[name] == plan_b.stages[name] for name in plan_a.stages),
         figures=_figures(plan_a, plan_b),
     )
+
+
+def _refuse_other_model(plan_a: Plan, plan_b: Plan) -> None:
+    if plan_a.model_id != plan_b.model_id:
+        raise UsageError(
+            f"plans: model_id: {plan_a.model_id} and {plan_b.model_id} are different models; compare plans of one model"
+        )
+    odd = sorted(set(plan_a.stages) ^ set(plan_b.stages))
+    if odd:
+        raise UsageError(f"plans: stages: {odd[0]!r} is in one of them only; compare plans of one model")
 
 
 def _setting_differences(plan_a: Plan, plan_b: Plan) -> tuple[list[Difference], list[str]]:

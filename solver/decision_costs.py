@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,17 +49,17 @@ class Alternative(Schema):
 
 
 class StageCosts(Schema):
-    """Stages that are decided alike, and what that costs each of them in a step."""
+    """Stages that are decided alike, and what that costs all of them together in a step."""
 
     stages: list[str]
     """In forward order."""
     choice: StagePlan
     recompute_s: float
-    """Time in forward and backward beyond that of the fastest variant of the stage at this micro-batch."""
+    """Time in forward and backward beyond that of the fastest variants at this micro-batch."""
     moved_bytes: dict[Engine, int]
-    """Engine -> bytes moved for the first of the stages."""
+    """Engine -> bytes moved for them."""
     kept_bytes: dict[Tier, int]
-    """Tier -> bytes held for it: weights, gradient, optimizer state, and what it saves for its backward."""
+    """Tier -> bytes held for them: weights, gradients, optimizer state, and what they save for their backward."""
     alternatives: list[Alternative]
     """For the first of the stages."""
 
@@ -90,9 +90,9 @@ def stage_costs(base: Base) -> list[StageCosts]:
         StageCosts(
             stages=[stage.id for stage in stages],
             choice=base.plan.stages[stages[0].id],
-            recompute_s=durations.recompute_s(stages[0]),
-            moved_bytes=_moved_bytes(base.program, stages[0].id),
-            kept_bytes=_kept_bytes(base, stages[0]),
+            recompute_s=sum(map(durations.recompute_s, stages)),
+            moved_bytes=_moved_bytes(base.program, {stage.id for stage in stages}),
+            kept_bytes=_kept_bytes(base, stages),
             alternatives=_alternatives(base, stages[0]),
         )
         for stages in groups.values()
@@ -152,23 +152,26 @@ def _pass_s(variant: SaveVariant) -> float:
     return variant.forward.seconds + variant.backward.seconds
 
 
-def _moved_bytes(program: Program, stage_id: str) -> dict[Engine, int]:
+def _moved_bytes(program: Program, stage_ids: set[str]) -> dict[Engine, int]:
     moved: dict[Engine, int] = defaultdict(int)
     for op in program.ops.values():
-        if op.stage == stage_id and op.engine != "compute" and op.num_bytes:
+        if op.stage in stage_ids and op.engine != "compute" and op.num_bytes:
             moved[op.engine] += op.num_bytes
     return dict(moved)
 
 
-def _kept_bytes(base: Base, stage: Stage) -> dict[Tier, int]:
-    """Buffers of the stage's own, and its input where that waits on the GPU, in a slot that has no stage's name."""
+def _kept_bytes(base: Base, stages: Sequence[Stage]) -> dict[Tier, int]:
+    """Buffers of the stages' own, and inputs that wait on the GPU, in slots that have no stage's name."""
     kept: dict[Tier, int] = defaultdict(int)
+    ids = {stage.id for stage in stages}
     for buffer in base.program.buffers.values():
-        if stage.id in buffer.id.split("/")[2:]:
+        if ids & set(buffer.id.split("/")[2:]):
             kept[buffer.tier] += buffer.num_bytes
-    if stage.is_block and base.plan.stages[stage.id].input_tier == "gpu":
-        chosen = base.plan.variants[variant_key(stage.structure, base.plan.stages[stage.id].save)]
-        kept["gpu"] += base.plan.accumulation * chosen.saved["input"]
+    for stage in stages:
+        choice = base.plan.stages[stage.id]
+        if stage.is_block and choice.input_tier == "gpu":
+            chosen = base.plan.variants[variant_key(stage.structure, choice.save)]
+            kept["gpu"] += base.plan.accumulation * chosen.saved["input"] // choice.segment
     return dict(kept)
 
 
@@ -257,7 +260,7 @@ def _place_words(choice: StagePlan, weights: Tier, state: Tier) -> str:
     if weights != choice.weights:
         parts.append("keeping its weights on gpu" if weights == "gpu" else f"streaming its weights from {weights}")
     if state != choice.state:
-        parts.append(f"its optimizer state on {state}")
+        parts.append(f"keeping its optimizer state on {state}")
     return " and ".join(parts)
 
 

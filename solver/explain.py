@@ -6,6 +6,8 @@ with a changed machine or budget; what such a solve finds beyond its own distanc
 
 from __future__ import annotations
 
+import math
+
 from lazysched.errors import UsageError
 from lazysched.schemas import Engine, Plan, Profile, Schema, Tier
 from lazysched.solver import what_if
@@ -31,6 +33,10 @@ class Explanation(Schema):
     """Of it, forward and backward beyond the fastest variants."""
     exposed_s: dict[Engine, float]
     """Of it, ``compute`` waiting, by what it waits for."""
+    binding_engine: Engine
+    """The one whose speed decides most of the step."""
+    binding_tiers: list[Tier]
+    """Memory of which more is proven to make the step shorter; empty where nothing was solved."""
     engine_shares: dict[Engine, float]
     """Engine -> share of the step that follows its speed, largest first."""
     peak_bytes: dict[Tier, int]
@@ -42,6 +48,8 @@ class Explanation(Schema):
     one that was found while looking for gains."""
     bound_s: float | None
     """No plan for the same machine and budgets is faster; null where nothing was solved."""
+    gap: float | None
+    """Share of ``reference_s`` by which a plan for the same budgets might still be faster."""
     problem: str | None
     """Why solving anew found no plan."""
     gains: list[Gain]
@@ -50,23 +58,6 @@ class Explanation(Schema):
     step_alternatives: list[Alternative]
     waits: list[WaitGroup]
     """Longest first."""
-
-    @property
-    def gap(self) -> float:
-        """Share of the step that a plan for the same budgets might still be faster by; 0 where nothing was solved."""
-        return 0.0 if self.bound_s is None else max(0.0, 1 - self.bound_s / self.reference_s)
-
-    @property
-    def binding_engine(self) -> Engine:
-        """The engine whose speed decides most of the step."""
-        return next(iter(self.engine_shares))
-
-    @property
-    def binding_tiers(self) -> list[Tier]:
-        """Memory of which more is proven to make the step shorter."""
-        return [
-            gain.tier for gain in self.gains if gain.tier is not None and gain.gain_s > 0 and gain.within_gap is False
-        ]
 
 
 def explain(plan: Plan, profile: Profile | None = None, *, time_limit_s: float = 10.0) -> Explanation:
@@ -81,30 +72,35 @@ def explain(plan: Plan, profile: Profile | None = None, *, time_limit_s: float =
         UsageError: there is no profile, it is of another model, or it lacks a figure.
     """
     measured = profile or plan.profile
-    if time_limit_s < 0:
-        raise UsageError(f"time_limit_s: {time_limit_s} is negative; give seconds, or 0 to solve nothing")
+    if not 0 <= time_limit_s < math.inf:
+        raise UsageError(f"time_limit_s: {time_limit_s} is no time to spend; give seconds, or 0 to solve nothing")
     if measured is None:
         raise UsageError("plan: profile: null, as in a plan written by hand; name one with --profile")
     base = base_of(plan, measured)
     step_s = base.timeline.step_s
-    asked = what_if.changes(plan, base.profile)
+    asked = what_if.changes(plan, base.profile, base.timeline.moved_bytes)
     answers = what_if.solve_changes(plan, base.profile, asked, time_limit_s) if time_limit_s else []
     again = answers[0].plan if answers else None
     bound_s = again.solver.bound_s if again is not None and again.solver is not None else None
     known = what_if.Known([plan, *(answer.plan for answer in answers if answer.plan is not None)])
     reference_s = min(known.best_s(base.profile, plan.budget_bytes), step_s)
+    gains = what_if.gains(plan, known, asked, reference_s, bound_s)
+    shares = what_if.engine_shares(plan, base.profile, step_s)
     return Explanation(
         step_s=step_s,
         recompute_s=recompute_s(base),
         exposed_s=base.timeline.exposed_s,
-        engine_shares=what_if.engine_shares(plan, base.profile, step_s),
+        binding_engine=next(iter(shares)),
+        binding_tiers=[g.tier for g in gains if g.tier is not None and g.gain_s > 0 and g.within_gap is False],
+        engine_shares=shares,
         peak_bytes=base.timeline.peak_bytes,
         budget_bytes=plan.budget_bytes,
         over_bytes=over_budget(base.timeline, plan.budget_bytes, base.profile),
         reference_s=reference_s,
         bound_s=bound_s,
+        gap=None if bound_s is None else max(0.0, 1 - bound_s / reference_s),
         problem=answers[0].problem if answers else None,
-        gains=what_if.gains(plan, known, asked, reference_s, bound_s),
+        gains=gains,
         stages=stage_costs(base),
         step_alternatives=step_alternatives(base),
         waits=_waits(base),

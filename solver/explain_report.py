@@ -48,10 +48,12 @@ def _binding(explanation: Explanation) -> Iterator[str]:
     yield f"{explanation.binding_engine} binds: {join(told)}." if shares else "No engine binds."
     exposed_s = sum(explanation.exposed_s.values())
     needed_s = explanation.step_s - explanation.recompute_s - exposed_s
+    recomputing = _or_none(explanation.recompute_s, "recomputing")
+    waiting = _or_none(exposed_s, "waiting")
+    on = f" ({times_in_words(explanation.exposed_s)})" if exposed_s > SMALL_S else ""
     yield (
         f"A step takes {format_seconds(explanation.step_s)}: {format_seconds(needed_s)} of computing that this "
-        f"micro-batch needs, {format_seconds(explanation.recompute_s)} of recomputing, {format_seconds(exposed_s)} of "
-        f"waiting ({times_in_words(explanation.exposed_s)})."
+        f"micro-batch needs, {recomputing}, {waiting}{on}."
     )
     peaks = [
         f"{tier} {format_bytes(explanation.peak_bytes.get(tier, 0))} of {format_bytes(budget)}"
@@ -67,12 +69,16 @@ def _binding(explanation: Explanation) -> Iterator[str]:
         yield f"One decision otherwise is faster and fits: {_alternative(better)}."
 
 
+def _or_none(seconds: float, what: str) -> str:
+    return f"{format_seconds(seconds)} of {what}" if seconds > SMALL_S else f"no {what}"
+
+
 def _best_change(explanation: Explanation) -> Alternative | None:
     """The one decision whose change saves most without leaving the budgets; None where none saves anything."""
     listed = [a for costs in explanation.stages for a in costs.alternatives] + explanation.step_alternatives
     # Giving up clipping changes what is computed, so it betters no plan.
     kept = [a for a in listed if not a.over_bytes and a.step_s < -SMALL_S and a.same_result]
-    return min(kept, key=lambda a: a.step_s, default=None)
+    return min(kept, key=lambda a: round(a.step_s, 9), default=None)
 
 
 def _binding_memory(explanation: Explanation) -> str:
@@ -90,7 +96,7 @@ def _binding_memory(explanation: Explanation) -> str:
 def _gains(explanation: Explanation) -> Iterator[str]:
     if explanation.reference_s < explanation.step_s - SMALL_S:
         faster, slower = format_seconds(explanation.reference_s), format_seconds(explanation.step_s)
-        yield f"Solving again finds a faster plan for the same budgets, {faster} instead of {slower}; gains count from it."
+        yield f"Solving again finds a faster plan for the same budgets: {faster}, not {slower}. Gains count from it."
     for gain in explanation.gains:
         yield _gain(gain, explanation)
 
@@ -99,10 +105,10 @@ def _gain(gain: Gain, explanation: Explanation) -> str:
     if gain.gain_s <= SMALL_S:
         return f"{gain.words}: nothing"
     text = f"{gain.words}: saves {_saved(gain.gain_s, explanation.reference_s)}"
-    if gain.within_gap:
+    if gain.within_gap and explanation.gap is not None:
         text += f", within the solver's gap of {100 * explanation.gap:.1f} %"
-    if gain.same_plan_s is not None:
-        same_s = explanation.step_s - gain.same_plan_s
+    same_s = 0.0 if gain.same_plan_s is None else explanation.step_s - gain.same_plan_s
+    if gain.same_plan_s is not None and abs(same_s - gain.gain_s) > SMALL_S:
         text += f"; this very plan {format_seconds(same_s) if same_s > SMALL_S else 'nothing'}"
     return text
 
@@ -121,10 +127,10 @@ def _decisions(explanation: Explanation) -> Iterator[str]:
 
 
 def _costs(costs: StageCosts) -> str:
-    each = "each " if len(costs.stages) > 1 else ""
-    recomputes = f"recomputes {format_seconds(costs.recompute_s)} a step, " if costs.recompute_s > SMALL_S else ""
-    moves = f"moves {sizes_in_words(costs.moved_bytes)} a step, " if costs.moved_bytes else "moves nothing, "
-    return f"{each}{recomputes}{moves}holds {sizes_in_words(costs.kept_bytes)}"
+    together = "together: " if len(costs.stages) > 1 else ""
+    recomputes = f"recomputing {format_seconds(costs.recompute_s)} a step, " if costs.recompute_s > SMALL_S else ""
+    moves = f"moving {sizes_in_words(costs.moved_bytes)} a step, " if costs.moved_bytes else "moving nothing, "
+    return f"{together}{recomputes}{moves}holding {sizes_in_words(costs.kept_bytes)}"
 
 
 def _alternative(alternative: Alternative) -> str:
@@ -139,8 +145,10 @@ def _effects(alternative: Alternative) -> Iterator[str]:
     changes = {tier: size for tier, size in alternative.peak_bytes.items() if abs(size) >= SMALL_BYTES}
     if abs(alternative.step_s) > SMALL_S:
         yield f"{'save' if alternative.step_s < 0 else 'cost'} {format_seconds(abs(alternative.step_s))}"
-    for tier, size in changes.items():
-        yield f"{'need' if size > 0 else 'free'} {format_bytes(abs(size))} of {tier}"
+    for verb, sign in (("need", 1), ("free", -1)):
+        sizes = [f"{format_bytes(abs(size))} of {tier}" for tier, size in changes.items() if size * sign > 0]
+        if sizes:
+            yield f"{verb} {' and '.join(sizes)}"
     if abs(alternative.step_s) <= SMALL_S and not changes:
         yield "change nothing"
 

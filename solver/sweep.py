@@ -168,7 +168,7 @@ def best_of(points: Sequence[Point]) -> Plan:
 def frontier_table(sweep: Sweep, points: Sequence[Point]) -> Table:
     """One row for each budget."""
     table = Table(title=f"{sweep.flag} and time", title_justify="left")
-    for column in ("budget", "step", "tokens/s", "gpu peak", "host peak", "binds", "status"):
+    for column in ("budget", "step", "tokens/s", "gpu peak", "host peak", "binds", "status", "gap"):
         table.add_column(column)
     for point in points:
         table.add_row(format_bytes(point.budget_bytes), *_cells(point))
@@ -178,13 +178,13 @@ def frontier_table(sweep: Sweep, points: Sequence[Point]) -> Table:
 def _cells(point: Point) -> tuple[str, ...]:
     plan = point.plan
     if plan is None:
-        missing = "" if point.missing_bytes is None else f", {format_bytes(point.missing_bytes)} missing"
-        return "", "", "", "", "", f"{point.status}{missing}"
+        missing = "" if point.missing_bytes is None else f"lacks {format_bytes(point.missing_bytes)}"
+        return missing, "", "", "", "", point.status, ""
     assert plan.predicted is not None
     assert plan.solver is not None
     peaks = [format_bytes(plan.predicted.peak_bytes.get(tier, 0)) for tier in ("gpu", "host")]
-    status = f"{point.status}, gap {100 * plan.solver.gap:.1f} %"
-    return format_seconds(_step_s(plan)), f"{_tokens_per_s(plan):,.0f}", *peaks, point.binds, status
+    gap = f"{100 * plan.solver.gap:.1f} %"
+    return format_seconds(_step_s(plan)), f"{_tokens_per_s(plan):,.0f}", *peaks, point.binds, point.status, gap
 
 
 def save_frontier(path: Path, points: Sequence[Point]) -> None:

@@ -55,17 +55,22 @@ class Gain(Schema):
     """Whose budget grew."""
 
 
-def changes(plan: Plan, profile: Profile) -> list[Change]:
-    """The changes that are asked about: budgets in use, links in use, processors."""
+def changes(plan: Plan, profile: Profile, moved_bytes: Mapping[Engine, int]) -> list[Change]:
+    """The changes that are asked about: budgets in use, links in use, processors.
+
+    Args:
+        plan: gives the budgets.
+        profile: of the machine.
+        moved_bytes: engine -> what the plan moves over it.
+    """
     budget = plan.budget_bytes
     result = [
         Change(f"{tier}_memory", f"{format_bytes(MORE_BYTES)} more {tier} memory", profile,
                {**budget, tier: budget[tier] + MORE_BYTES}, tier)
         for tier in budget if budget[tier] > 0
     ]  # fmt: skip
-    moved = plan.predicted.moved_bytes if plan.predicted else simulate_plan(plan, profile).moved_bytes
     for link in LINKS:
-        if moved.get(link):
+        if moved_bytes.get(link):
             result.append(Change(link, f"1 GB/s more on {link}", wider(profile, link, MORE_BYTES_PER_S), budget))
     for engine, words in (("cpu", "a CPU update 10 % faster"), ("compute", "compute 10 % faster")):
         result.append(Change(engine, words, faster(profile, engine, FASTER), budget))  # type: ignore[arg-type]
