@@ -222,15 +222,20 @@ def _changed_choices(base: Base, stage: Stage) -> Iterator[_Changed]:
     if stage.is_block:
         yield from _other_saves(base, stage, choice, own)
         yield from _other_save_tiers(base, choice, own)
-    kinds = {(choice.weights, choice.state)}
-    for tier in _tiers_in_use(base):
-        # A stage that the GPU updates has its weights there: both move, or neither.
-        for weights, state in ((tier, choice.state), (choice.weights, tier), (tier, tier)):
-            allowed = state != "gpu" or weights == "gpu"
-            if allowed and (weights, state) not in kinds and (choice.weights, choice.state) != (weights, state):
-                kinds.add((weights, state))
-                update = {"weights": weights, "state": state}
-                yield _place_words(choice, weights, state), choice.model_copy(update=update), own
+    for weights, state in _other_places(choice, _tiers_in_use(base)):
+        update = {"weights": weights, "state": state}
+        yield _place_words(choice, weights, state), choice.model_copy(update=update), own
+
+
+def _other_places(choice: StagePlan, tiers: Sequence[Tier]) -> Iterator[tuple[Tier, Tier]]:
+    """(tier of the weights, tier of the state): one of them moved, or both to one tier."""
+    places: dict[tuple[Tier, Tier], None] = {}
+    for tier in tiers:
+        places |= dict.fromkeys([(tier, choice.state), (choice.weights, tier), (tier, tier)])
+    for weights, state in places:
+        # A stage that the GPU updates has its weights there.
+        if (weights, state) != (choice.weights, choice.state) and (state != "gpu" or weights == "gpu"):
+            yield weights, state
 
 
 def _other_saves(base: Base, stage: Stage, choice: StagePlan, own: SaveVariant) -> Iterator[_Changed]:

@@ -18,7 +18,7 @@ from lazysched.units import format_bytes, format_seconds, parse_bytes
 
 SWEPT: dict[str, Tier] = {"gpu-memory": "gpu", "host-memory": "host"}
 MAX_POINTS = 200
-COLUMNS = (
+COLUMNS: tuple[str, ...] = (
     "budget_bytes", "status", "step_s", "tokens_per_s", "gap", "micro_batch", "gpu_peak_bytes", "host_peak_bytes",
     "nvme_peak_bytes", "binds", "missing_bytes",
 )  # fmt: skip
@@ -49,7 +49,7 @@ class Point:
     Attributes:
         budget_bytes: of the swept tier.
         plan: the fastest plan known within it, without its profile; None where there is none.
-        binds: engine and memory that keep the step from being shorter, in words; empty without a plan.
+        binds: engine, and tier whose memory keeps the step from being shorter; empty without a plan.
         missing_bytes: by which the swept budget would have to grow; None with a plan, or where growing it alone cannot
             help or was not worked out.
         status: ``optimal``, ``feasible``, ``infeasible`` or ``time limit``.
@@ -146,7 +146,7 @@ def _binds(profile: Profile, sweep: Sweep, plan: Plan, larger: Sequence[Plan | N
     assert plan.solver is not None
     engine = next(iter(engine_shares(plan, profile, _step_s(plan))))
     best_s = min((_step_s(other) for other in larger if other is not None), default=_step_s(plan))
-    return f"{engine}, {sweep.tier} memory" if best_s < plan.solver.bound_s else engine
+    return f"{engine}, {sweep.tier}" if best_s < plan.solver.bound_s else engine
 
 
 def best_of(points: Sequence[Point]) -> Plan:
@@ -166,25 +166,25 @@ def best_of(points: Sequence[Point]) -> Plan:
 
 
 def frontier_table(sweep: Sweep, points: Sequence[Point]) -> Table:
-    """One row for each budget."""
+    """One row for each budget, within 80 columns; the CSV has more."""
     table = Table(title=f"{sweep.flag} and time", title_justify="left")
-    for column in ("budget", "step", "tokens/s", "gpu peak", "host peak", "binds", "status", "gap"):
-        table.add_column(column)
+    for column in ("budget", "step", "tokens/s", f"{sweep.tier} peak", "binds", "status", "gap"):
+        table.add_column(column, no_wrap=True)
     for point in points:
-        table.add_row(format_bytes(point.budget_bytes), *_cells(point))
+        table.add_row(format_bytes(point.budget_bytes), *_cells(sweep.tier, point))
     return table
 
 
-def _cells(point: Point) -> tuple[str, ...]:
+def _cells(tier: Tier, point: Point) -> tuple[str, ...]:
     plan = point.plan
     if plan is None:
         missing = "" if point.missing_bytes is None else f"lacks {format_bytes(point.missing_bytes)}"
-        return missing, "", "", "", "", point.status, ""
+        return "", "", "", missing, point.status, ""
     assert plan.predicted is not None
     assert plan.solver is not None
-    peaks = [format_bytes(plan.predicted.peak_bytes.get(tier, 0)) for tier in ("gpu", "host")]
+    peak = format_bytes(plan.predicted.peak_bytes.get(tier, 0))
     gap = f"{100 * plan.solver.gap:.1f} %"
-    return format_seconds(_step_s(plan)), f"{_tokens_per_s(plan):,.0f}", *peaks, point.binds, point.status, gap
+    return format_seconds(_step_s(plan)), f"{_tokens_per_s(plan):,.0f}", peak, point.binds, point.status, gap
 
 
 def save_frontier(path: Path, points: Sequence[Point]) -> None:
