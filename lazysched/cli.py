@@ -188,6 +188,10 @@ def solve(
         str | None, typer.Option(help="Most host memory, as 100GB. [what was free, beside a GPU less 8 GB]")
     ] = None,
     nvme: Annotated[str, typer.Option(help="Most bytes of files, as 500GB.")] = "0",
+    pin: Annotated[
+        list[str] | None,
+        typer.Option(metavar="DECISION", help="Fix a decision, as block[0:4].weights=gpu; repeat it for more."),
+    ] = None,
     max_grad_norm: Annotated[float, typer.Option(min=0, help="Gradient norm to clip to; 0 gives clipping up.")] = 1.0,
     finite_check: Annotated[
         bool,
@@ -220,7 +224,7 @@ def solve(
     host_memory_bytes = None if host_memory is None else parse_bytes(host_memory, "--host-memory")
     nvme_bytes = parse_bytes(nvme, "--nvme")
     settings: dict[str, Any] = {
-        "gpu_memory_bytes": gpu_memory_bytes, "host_memory_bytes": host_memory_bytes, "nvme_bytes": nvme_bytes,
+        "gpu_memory_bytes": gpu_memory_bytes, "host_memory_bytes": host_memory_bytes, "nvme_bytes": nvme_bytes, "pins": pin or [],
         "max_grad_norm": max_grad_norm or None, "check_finite": finite_check, "optimizer_state": optimizer_state,
         "time_limit_s": time_limit, "gap": gap, "seed": seed,
     }  # fmt: skip

@@ -16,7 +16,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from typing import Literal, get_args
@@ -36,6 +36,7 @@ from lazysched.solver.instance import (
 )
 from lazysched.solver.memory_rows import Budgets
 from lazysched.solver.milp import PlacementProgram
+from lazysched.solver.pins import Pin, parse_pins
 from lazysched.solver.plans import Choices, make_plan
 from lazysched.solver.recipes import Found, Recipe
 from lazysched.solver.search import improve
@@ -100,6 +101,7 @@ def solve(
     gpu_memory_bytes: int | None = None,
     host_memory_bytes: int | None = None,
     nvme_bytes: int = 0,
+    pins: Sequence[str] = (),
     max_grad_norm: float | None = 1.0,
     check_finite: bool = True,
     optimizer_state: StateFormat = "hybrid8",
@@ -117,6 +119,7 @@ def solve(
         gpu_memory_bytes: budget, driver context included; None: what was free, beside a GPU less 0.5 GB.
         host_memory_bytes: likewise for the host; None: what was free, beside a GPU less 8 GB.
         nvme_bytes: must be 0 for now.
+        pins: decisions fixed by hand, as ``block[0:4].weights=gpu``; see ``lazysched.solver.pins``.
         max_grad_norm: global gradient norm to clip to; None gives clipping up.
         check_finite: skip steps whose gradient is not finite; False, which needs no clipping, lets updates start during
             the backward.
@@ -144,7 +147,10 @@ def solve(
     memories = host_memories(profile, budget_bytes["host"])
     check_profile(profile, optimizer_state, memories)
     update = _update(max_grad_norm, check_finite)
-    settings = _Settings(profile, batch_size, budget_bytes, memories, update, optimizer_state, time_limit_s, gap, seed)
+    settings = _Settings(
+        profile, batch_size, budget_bytes, memories, update, optimizer_state, parse_pins(pins, profile.stages),
+        time_limit_s, gap, seed,
+    )  # fmt: skip
     return _Search(settings).run()
 
 
@@ -156,6 +162,7 @@ class _Settings:
     host_memories: tuple[HostMemory, ...]
     update: Update
     state_format: StateFormat
+    pins: tuple[Pin, ...]
     time_limit_s: float
     gap: float
     seed: int
@@ -229,7 +236,8 @@ class _Search:
                 for memory in self.settings.host_memories
                 for size, accumulation in self.accumulations.items()
             ]
-            found = recipes.best_of_rule(rule, map(self._instance, candidates), self._budgets)
+            instances = [instance for instance in map(self._instance, candidates) if instance.has_options]
+            found = recipes.best_of_rule(rule, instances, self._budgets)
             compared.append((rule.name, found))
             if found is not None:
                 self._keep(found)
@@ -243,9 +251,16 @@ class _Search:
                     size, accumulation, PREFETCH_DEPTHS[0], offload_limit_bytes=limit, host_memory=memory
                 )
                 instance = self._instance(shallow)
+                if not instance.has_options:
+                    continue
                 bound_s = count_bound_s(instance, self._budgets(instance), max(PREFETCH_DEPTHS))
                 for depth in PREFETCH_DEPTHS:
                     self.bounds[replace(shallow, prefetch_depth=depth)] = bound_s
+        if not self.bounds:
+            fixed = ", ".join(pin.text for pin in self.settings.pins)
+            raise UsageError(
+                f"pin: {fixed}: no stage can be all that; a variant's name is in the profile, tiers differ"
+            )
 
     def _begin_descent(self) -> None:
         self.programs: dict[Candidate, PlacementProgram] = {}
@@ -328,7 +343,8 @@ class _Search:
     def _first_that_fits(self) -> None:
         """The last resort: any plan that fits at all, or the explanation why there is none."""
         memory = self.settings.host_memories[-1]
-        instances = [self._instance(c) for c in infeasible.memory_candidates(self.accumulations, self.limits, memory)]
+        asked = infeasible.memory_candidates(self.accumulations, self.limits, memory)
+        instances = [instance for instance in map(self._instance, asked) if instance.has_options]
         missing: dict[tuple[Tier, ...], dict[Tier, int]] = {}
         elastic_sets: list[tuple[Tier, ...]] = [infeasible.TIERS, *((tier,) for tier in infeasible.TIERS)]
         for elastic in elastic_sets:
@@ -370,7 +386,9 @@ class _Search:
     def _instance(self, candidate: Candidate) -> Instance:
         if candidate not in self.instances:
             settings = self.settings
-            self.instances[candidate] = Instance(self.profile, candidate, settings.state_format, settings.update)
+            self.instances[candidate] = Instance(
+                self.profile, candidate, settings.state_format, settings.update, settings.pins
+            )
         return self.instances[candidate]
 
     def _budgets(self, instance: Instance) -> Budgets:

@@ -68,18 +68,8 @@ def test_looking_at_plans_never_loads_torch(tmp_path: Path, command: str) -> Non
 
 def test_sweeping_budgets_never_loads_torch(tmp_path: Path) -> None:
     tiny_profile(2).save(tmp_path / "profile.json")
-    command = [
-        "solve",
-        "profile.json",
-        "--batch-size",
-        "1",
-        "--host-memory",
-        "1GB",
-        "--sweep",
-        "gpu-memory=50MB:100MB:50MB",
-        "-o",
-        "p.json",
-    ]
+    budgets = ["--host-memory", "1GB", "--sweep", "gpu-memory=50MB:100MB:50MB"]
+    command = ["solve", "profile.json", "--batch-size", "1", *budgets, "-o", "p.json"]
     code = f"import lazysched.cli; assert lazysched.cli.main({command!r}) == 0"
     assert not _loaded(tmp_path, code) & {"torch", "transformers"}
 
