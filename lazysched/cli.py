@@ -224,9 +224,9 @@ def solve(
     host_memory_bytes = None if host_memory is None else parse_bytes(host_memory, "--host-memory")
     nvme_bytes = parse_bytes(nvme, "--nvme")
     settings: dict[str, Any] = {
-        "gpu_memory_bytes": gpu_memory_bytes, "host_memory_bytes": host_memory_bytes, "nvme_bytes": nvme_bytes, "pins": pin or [],
-        "max_grad_norm": max_grad_norm or None, "check_finite": finite_check, "optimizer_state": optimizer_state,
-        "time_limit_s": time_limit, "gap": gap, "seed": seed,
+        "gpu_memory_bytes": gpu_memory_bytes, "host_memory_bytes": host_memory_bytes, "nvme_bytes": nvme_bytes,
+        "pins": pin or [], "max_grad_norm": max_grad_norm or None, "check_finite": finite_check,
+        "optimizer_state": optimizer_state, "time_limit_s": time_limit, "gap": gap, "seed": seed,
     }  # fmt: skip
     console = Console()
     if budgets is not None:

@@ -155,7 +155,7 @@ def solve_sweep(profile: Profile, sweep: Sweep, settings: Mapping[str, Any], out
     count = len(sweep.budgets)
     with Console(stderr=True).status(f"solving for {count} budgets") as status:
         points = run_sweep(
-            profile, sweep, settings, lambda index, _: status.update(f"solved for {index + 1} of {count} budgets")
+            profile, sweep, settings, lambda done: status.update(f"solved for {done} of {count} budgets")
         )
     console.print(frontier_table(sweep, points))
     table_file = output.with_suffix(".csv")

@@ -92,7 +92,7 @@ def run_sweep(
     profile: Profile,
     sweep: Sweep,
     settings: Mapping[str, Any],
-    report: Callable[[int, Answer], None] | None = None,
+    report: Callable[[int], None] | None = None,
 ) -> list[Point]:
     """Solve for every budget, on all cores.
 
@@ -102,7 +102,7 @@ def run_sweep(
         profile: measurements.
         sweep: the budgets.
         settings: keyword arguments of ``solve``; the swept budget is put in.
-        report: called with each point's index and answer as they come in.
+        report: called with the number of points done.
 
     Raises:
         UsageError: a setting is wrong, or the profile lacks a figure.

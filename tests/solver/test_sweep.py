@@ -58,8 +58,8 @@ class TestSweep:
         profile = tiny_profile(3)
         swept = Sweep("gpu-memory", (20 * MB, 60 * MB, 100 * MB, 150 * MB))
         seen: list[int] = []
-        points = run_sweep(profile, swept, SETTINGS, lambda index, _: seen.append(index))
-        assert seen == [0, 1, 2, 3]
+        points = run_sweep(profile, swept, SETTINGS, seen.append)
+        assert seen == [1, 2, 3, 4]
         small, *rest = points
         assert (small.plan, small.status) == (None, "infeasible")
         with pytest.raises(InfeasibleError) as caught:
