@@ -81,7 +81,9 @@ def explain(plan: Plan, profile: Profile | None = None, *, time_limit_s: float =
     asked = what_if.changes(plan, base.profile, base.timeline.moved_bytes)
     answers = what_if.solve_changes(plan, base.profile, asked, time_limit_s) if time_limit_s else []
     again = answers[0].plan if answers else None
-    bound_s = again.solver.bound_s if again is not None and again.solver is not None else None
+    # A machine or budget with more of something has no slower plans, so its bound holds here too.
+    bounds = [answer.plan.solver.bound_s for answer in answers if answer.plan is not None and answer.plan.solver]
+    bound_s = max(bounds) if again is not None else None
     known = what_if.Known([plan, *(answer.plan for answer in answers if answer.plan is not None)])
     reference_s = min(known.best_s(base.profile, plan.budget_bytes), step_s)
     gains = what_if.gains(plan, known, asked, reference_s, bound_s)
