@@ -1,4 +1,4 @@
-"""The command line: ``lazysched profile | solve | train | plot | quickstart``.
+"""The command line: ``lazysched profile | solve | explain | simulate | compare | plot | train | quickstart``.
 
 Nothing here computes. Each command reads its files first, so that a wrong one is refused at once, and imports what
 it runs only then: ``--help`` and ``solve`` never load torch.
@@ -11,13 +11,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
 from typer.exceptions import TyperException
 
-from lazysched import plot_command
+from lazysched import plan_commands
 from lazysched.cli_hardware import measure_machine, profile_to_solve
 from lazysched.errors import LazyschedError, UsageError
 from lazysched.outputs import require_folder_of
@@ -36,6 +36,7 @@ app = typer.Typer(
     # Half of the tools in this field spell flags with underscores; both are taken.
     context_settings={"token_normalize_func": lambda token: token.replace("_", "-")},
 )
+
 
 DeviceName = Literal["auto", "cuda", "cpu"]
 DeviceOption = Annotated[DeviceName, typer.Option(help="What computes; auto takes the GPU if there is one.")]
@@ -187,7 +188,9 @@ def solve(
         Path | None, typer.Argument(metavar="PROFILE", help="What `lazysched profile` wrote.", show_default=False)
     ] = None,
     *,
-    batch_size: Annotated[int, typer.Option(min=1, help="Rows of one step.")],
+    batch_size: Annotated[
+        str, typer.Option(metavar="ROWS", help="Rows of one step; auto looks for the largest throughput.")
+    ],
     output: Annotated[Path, typer.Option("--output", "-o", help="Plan to write.")],
     hardware: Annotated[
         str | None, typer.Option(help="Estimate instead: a machine of the library, as rtx4090, or a hardware file.")
@@ -222,31 +225,39 @@ def solve(
     time_limit: Annotated[float, typer.Option(min=0, help="Seconds after which the best plan so far is taken.")] = 30.0,
     gap: Annotated[float, typer.Option(min=0, help="Distance to the bound that counts as optimal.")] = 0.01,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the solver.")] = 0,
+    sweep: Annotated[
+        str | None,
+        typer.Option(
+            metavar="RESOURCE=FROM:TO:STEP",
+            help="Solve for many budgets, as gpu-memory=8GB:80GB:8GB; writes a CSV beside the fastest plan, "
+            "or only the CSV that --output names.",
+        ),
+    ] = None,
 ) -> None:
     """Find the fastest plan that fits the memory, for PROFILE, or by an estimate: --hardware NAME --model CONFIG."""
     require_folder_of(output)
+    rows = plan_commands.parse_batch_size(batch_size)
+    budgets = plan_commands.parse_sweep_option(sweep, rows, gpu_memory, host_memory)
     measured = profile_to_solve(profile_file, hardware, model, seq_len, micro_batch)
     gpu_memory_bytes = None if gpu_memory is None else parse_bytes(gpu_memory, "--gpu-memory")
     host_memory_bytes = None if host_memory is None else parse_bytes(host_memory, "--host-memory")
     nvme_bytes = parse_bytes(nvme, "--nvme")
+    settings: dict[str, Any] = {
+        "gpu_memory_bytes": gpu_memory_bytes, "host_memory_bytes": host_memory_bytes, "nvme_bytes": nvme_bytes,
+        "pins": pin or [], "max_grad_norm": max_grad_norm or None, "check_finite": finite_check,
+        "optimizer_state": optimizer_state, "time_limit_s": time_limit, "gap": gap, "seed": seed,
+    }  # fmt: skip
+    console = Console()
+    if budgets is not None:
+        plan_commands.solve_sweep(measured, budgets, {"batch_size": rows, **settings}, output, console)
+        return
     from lazysched.solver import solve as find_plan
     from lazysched.solver.report import print_solution
 
-    solution = find_plan(
-        measured,
-        batch_size=batch_size,
-        gpu_memory_bytes=gpu_memory_bytes,
-        host_memory_bytes=host_memory_bytes,
-        nvme_bytes=nvme_bytes,
-        pins=pin or [],
-        max_grad_norm=max_grad_norm or None,
-        check_finite=finite_check,
-        optimizer_state=optimizer_state,
-        time_limit_s=time_limit,
-        gap=gap,
-        seed=seed,
-    )
-    console = Console()
+    if rows is None:
+        solution = plan_commands.solve_batches(measured, settings, console)
+    else:
+        solution = find_plan(measured, batch_size=rows, **settings)
     print_solution(solution, measured, console)
     solution.plan.save(output)
     console.print(f"wrote {output}", highlight=False, markup=False)
@@ -331,4 +342,5 @@ def _explicit(choice: str) -> str | None:
     return None if choice == "auto" else choice
 
 
+plan_commands.register(app)
 plot_command.register(app)

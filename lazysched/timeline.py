@@ -85,23 +85,43 @@ def intervals_by_step(intervals: Iterable[Interval]) -> dict[int, dict[str, Inte
     return dict(by_step)
 
 
+class Wait(NamedTuple):
+    """``compute`` had nothing to do before operation ``op``, because ``cause`` had not finished on its own engine."""
+
+    op: str
+    cause: str
+    engine: Engine
+    """That of ``cause``."""
+    seconds: float
+    free_s: float
+    """When the wait began."""
+
+
 def exposed_of_step(
     program: Program, here: Mapping[str, Interval], before: Mapping[str, Interval], *, in_line: bool
 ) -> dict[Engine, float]:
-    """Engine -> time in which ``compute`` waited for it.
+    """Engine -> time in which ``compute`` waited for it; the arguments are those of :func:`waits_of_step`."""
+    exposed_s: dict[Engine, float] = defaultdict(float)
+    for wait in waits_of_step(program, here, before, in_line=in_line):
+        exposed_s[wait.engine] += wait.seconds
+    return dict(exposed_s)
+
+
+def waits_of_step(
+    program: Program, here: Mapping[str, Interval], before: Mapping[str, Interval], *, in_line: bool
+) -> list[Wait]:
+    """Every wait of ``compute`` for another engine, in order.
 
     Args:
         program: one step.
         here: operation id -> when it ran in this step.
         before: the same of the step before.
-        in_line: whether all engines are one thread.
+        in_line: whether all engines are one thread; every operation that is not compute is then its own cause.
     """
-    exposed_s: dict[Engine, float] = defaultdict(float)
     if in_line:
-        for interval in here.values():
-            if interval.engine != "compute":
-                exposed_s[interval.engine] += interval.duration_s
-        return dict(exposed_s)
+        others = [interval for interval in here.values() if interval.engine != "compute"]
+        return [Wait(other.op, other.op, other.engine, other.duration_s, other.start_s) for other in others]
+    waits: list[Wait] = []
     free_s = compute_end_s(before)
     for op in program.ops.values():
         if op.engine != "compute":
@@ -111,9 +131,9 @@ def exposed_of_step(
         # Measured, an operation can start before its predecessor seems to end: the host's clock is another one.
         waited_s = 0.0 if last is None else min(last.end_s, here[op.id].start_s) - free_s
         if last is not None and last.engine != "compute" and waited_s > 0:
-            exposed_s[last.engine] += waited_s
+            waits.append(Wait(op.id, last.op, last.engine, waited_s, free_s))
         free_s = here[op.id].end_s
-    return dict(exposed_s)
+    return waits
 
 
 def idle_of_step(here: Mapping[str, Interval], before: Mapping[str, Interval]) -> float:

@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from lazysched.solver import solve
+from tests.solver.synthetic import tiny_profile
+
 ROOT = Path(__file__).resolve().parents[2]
 REPORT = "import sys; print(*sorted({name.partition('.')[0] for name in sys.modules}))"
 
@@ -40,6 +43,10 @@ def _import_all(room: str) -> str:
         "import lazysched.cli; assert lazysched.cli.main(['train', '--help']) == 0",
         "import lazysched.cli; assert lazysched.cli.main(['train', '--plan=p', '--model=m', '--data=d', "
         "'--output-dir=o']) == 2",
+        "import lazysched.cli; assert lazysched.cli.main(['explain', '--help']) == 0",
+        "import lazysched.cli; assert lazysched.cli.main(['explain', 'p']) == 2",
+        "import lazysched.cli; assert lazysched.cli.main(['simulate', 'p']) == 2",
+        "import lazysched.cli; assert lazysched.cli.main(['compare', 'p', 'q']) == 2",
         "import lazysched.profiles.refine",
         "import lazysched.profiles.estimate, lazysched.profiles.library_files, lazysched.profiles.shapes",
     ],
@@ -59,6 +66,22 @@ def test_planning_by_an_estimate_never_loads_torch(tmp_path: Path) -> None:
 
 def test_the_solver_never_loads_torch(tmp_path: Path) -> None:
     assert not _loaded(tmp_path, _import_all("solver")) & {"torch", "transformers"}
+
+
+@pytest.mark.parametrize("command", ["explain --time-limit 0 p.json", "simulate p.json", "compare p.json p.json"])
+def test_looking_at_plans_never_loads_torch(tmp_path: Path, command: str) -> None:
+    profile = tiny_profile(2)
+    solve(profile, batch_size=1, gpu_memory_bytes=10**8, host_memory_bytes=10**9).plan.save(tmp_path / "p.json")
+    code = f"import lazysched.cli; assert lazysched.cli.main({command.split()!r}) == 0"
+    assert not _loaded(tmp_path, code) & {"torch", "transformers"}
+
+
+def test_sweeping_budgets_never_loads_torch(tmp_path: Path) -> None:
+    tiny_profile(2).save(tmp_path / "profile.json")
+    budgets = ["--host-memory", "1GB", "--sweep", "gpu-memory=50MB:100MB:50MB"]
+    command = ["solve", "profile.json", "--batch-size", "1", *budgets, "-o", "p.json"]
+    code = f"import lazysched.cli; assert lazysched.cli.main({command!r}) == 0"
+    assert not _loaded(tmp_path, code) & {"torch", "transformers"}
 
 
 @pytest.mark.parametrize("room", ["runtime", "profiles"])

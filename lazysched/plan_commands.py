@@ -1,0 +1,178 @@
+"""Commands that look at plans: ``explain``, ``simulate``, ``compare``; and solving for many budgets or batches.
+
+As in ``lazysched.cli``, files are read first and what computes is imported only then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from lazysched.errors import UsageError
+from lazysched.schemas import Plan, Profile
+
+if TYPE_CHECKING:
+    from lazysched.solver import Solution
+    from lazysched.solver.batch_size import TriedBatch
+    from lazysched.solver.sweep import Sweep
+
+PlanArgument = Annotated[Path, typer.Argument(metavar="PLAN", help="What `lazysched solve` wrote.")]
+ProfileOption = Annotated[
+    Path | None,
+    typer.Option("--profile", metavar="PROFILE", help="Of another machine. [the one that the plan carries]"),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="JSON instead of words.")]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands to ``app``."""
+    for command in (explain, simulate, compare):
+        app.command()(command)
+
+
+def explain(
+    plan: PlanArgument,
+    profile_file: ProfileOption = None,
+    time_limit: Annotated[
+        float, typer.Option(min=0, help="Seconds for each solve with a little more of something; 0 solves nothing.")
+    ] = 10.0,
+    as_json: JsonOption = False,
+) -> None:
+    """Say what binds, what a little more would buy, what each decision costs, and where compute waits."""
+    schedule, measured = _plan_and_profile(plan, profile_file)
+    from lazysched.solver.explain import explain as explain_plan
+    from lazysched.solver.explain_report import print_explanation
+
+    with Console(stderr=True).status("solving with a little more of each"):
+        explanation = explain_plan(schedule, measured, time_limit_s=time_limit)
+    if as_json:
+        typer.echo(explanation.model_dump_json(indent=1))
+    else:
+        print_explanation(explanation, Console())
+
+
+def simulate(
+    plan: PlanArgument,
+    profile_file: ProfileOption = None,
+    trace: Annotated[
+        Path | None, typer.Option(help="File for the timeline; opens in Perfetto and chrome://tracing.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Predict time and memory of PLAN as it stands, edited by hand or not."""
+    schedule, measured = _plan_and_profile(plan, profile_file)
+    if trace is not None and not trace.parent.is_dir():
+        raise UsageError(f"--trace: {trace}: the folder {trace.parent} does not exist; make it first")
+    if trace is not None and trace.is_dir():
+        raise UsageError(f"--trace: {trace} is a folder; name a file")
+    from lazysched.chrome_trace import save_chrome_trace
+    from lazysched.solver.decision_costs import base_of
+    from lazysched.solver.simulate_report import print_simulation, simulation
+
+    base = base_of(schedule, measured)
+    found = simulation(schedule, measured, base.timeline)
+    if trace is not None:
+        save_chrome_trace(trace, base.program, base.timeline.intervals)
+    if as_json:
+        typer.echo(found.model_dump_json(indent=1))
+        return
+    console = Console()
+    print_simulation(found, console, other_profile=measured != schedule.profile)
+    if trace is not None:
+        console.print(f"wrote {trace}", highlight=False, markup=False)
+
+
+def compare(
+    plan_a: Annotated[Path, typer.Argument(metavar="PLAN_A")],
+    plan_b: Annotated[Path, typer.Argument(metavar="PLAN_B")],
+    as_json: JsonOption = False,
+) -> None:
+    """Set decisions and predictions of two plans for one model side by side."""
+    plans = [Plan.load(path) for path in (plan_a, plan_b)]
+    from lazysched.solver.compare import compare as compare_plans
+    from lazysched.solver.compare import print_comparison
+
+    found = compare_plans(*plans)
+    if as_json:
+        typer.echo(found.model_dump_json(indent=1))
+    else:
+        names = (plan_a.name, plan_b.name) if plan_a.name != plan_b.name else (str(plan_a), str(plan_b))
+        print_comparison(found, names, Console())
+
+
+def _plan_and_profile(plan_file: Path, profile_file: Path | None) -> tuple[Plan, Profile]:
+    plan = Plan.load(plan_file)
+    profile = plan.profile if profile_file is None else Profile.load(profile_file)
+    if profile is None:
+        raise UsageError(f"{plan_file}: profile: null, as in a plan written by hand; name one with --profile")
+    return plan, profile
+
+
+# ---- solving many times
+
+
+def parse_batch_size(text: str) -> int | None:
+    """Rows of a step; None for ``auto``.
+
+    Raises:
+        UsageError: neither a positive number nor ``auto``.
+    """
+    if text == "auto":
+        return None
+    if not text.isascii() or not text.isdigit() or int(text) < 1:
+        raise UsageError(f"--batch-size: {text!r} is no number of rows; give 1 or more, or auto")
+    return int(text)
+
+
+def parse_sweep_option(
+    text: str | None, rows: int | None, gpu_memory: str | None, host_memory: str | None
+) -> Sweep | None:
+    """The sweep that ``--sweep`` asks for; None without one.
+
+    Raises:
+        UsageError: it cannot be read, or another option contradicts it.
+    """
+    if text is None:
+        return None
+    from lazysched.solver.sweep import parse_sweep
+
+    sweep = parse_sweep(text)
+    if rows is None:
+        raise UsageError("--batch-size: auto means nothing with --sweep; give a number of rows")
+    if {"gpu-memory": gpu_memory, "host-memory": host_memory}[sweep.flag] is not None:
+        raise UsageError(f"--{sweep.flag}: means nothing where --sweep sets it; leave one of them out")
+    return sweep
+
+
+def solve_sweep(profile: Profile, sweep: Sweep, settings: Mapping[str, Any], output: Path, console: Console) -> None:
+    """Solve for every budget, show the frontier, write the CSV and, unless ``output`` is one, the fastest plan."""
+    from lazysched.solver.sweep import best_of, frontier_table, run_sweep, save_frontier
+
+    count = len(sweep.budgets)
+    with Console(stderr=True).status(f"solving for {count} budgets") as status:
+        points = run_sweep(
+            profile, sweep, settings, lambda done: status.update(f"solved for {done} of {count} budgets")
+        )
+    console.print(frontier_table(sweep, points))
+    table_file = output.with_suffix(".csv")
+    save_frontier(table_file, points)
+    written = [table_file]
+    if output != table_file:
+        best_of(points).model_copy(update={"profile": profile}).save(output)
+        written.append(output)
+    console.print(f"wrote {', '.join(map(str, written))}", highlight=False, markup=False)
+
+
+def solve_batches(profile: Profile, settings: Mapping[str, Any], console: Console) -> Solution:
+    """Look for the batch of the largest throughput and say what was tried."""
+    from lazysched.solver.batch_size import largest_throughput
+
+    def tell(tried: TriedBatch) -> None:
+        found = tried.problem if tried.tokens_per_s is None else f"{tried.tokens_per_s:,.0f} tokens/s"
+        console.print(f"batch of {tried.batch_size}: {found}", highlight=False, markup=False, soft_wrap=True)
+
+    return largest_throughput(profile, settings, tell)

@@ -1,0 +1,43 @@
+"""Solving in processes of their own: what happens when it does not go well."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from typing import Any
+
+import pytest
+
+from lazysched.errors import RunError
+from lazysched.solver.many import Request, answer_all
+from tests.solver.synthetic import tiny_profile
+
+SETTINGS = {"batch_size": 1, "gpu_memory_bytes": 10**9, "host_memory_bytes": 10**9, "time_limit_s": 5}
+
+
+class Deadly:
+    """Ends the process that receives it."""
+
+    def __reduce__(self) -> Any:
+        return os._exit, (1,)
+
+
+@pytest.fixture(autouse=True)
+def _two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+
+
+def test_a_worker_that_dies_is_told() -> None:
+    request = Request(Deadly(), {})  # type: ignore[arg-type]
+    with pytest.raises(RunError, match="a process that was solving died"):
+        answer_all([request, request])
+    assert multiprocessing.active_children() == []
+
+
+def test_an_interrupt_ends_the_workers_at_once() -> None:
+    def interrupt(_: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        answer_all([Request(tiny_profile(2), SETTINGS)] * 4, interrupt)
+    assert multiprocessing.active_children() == []

@@ -1,0 +1,187 @@
+"""Sweeps of budgets, and the batch of the largest throughput."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lazysched.errors import InfeasibleError, UsageError
+from lazysched.schemas import Curve, Plan, Profile
+from lazysched.solver import simulate_plan, solve, sweep
+from lazysched.solver.batch_size import MIN_GAIN, TriedBatch, largest_throughput
+from lazysched.solver.many import Answer
+from lazysched.solver.sweep import COLUMNS, Point, Sweep, best_of, parse_sweep, run_sweep, save_frontier
+from tests.solver.synthetic import tiny_profile
+
+MB = 1_000_000
+SETTINGS: dict[str, Any] = {"batch_size": 1, "host_memory_bytes": 1000 * MB, "time_limit_s": 20}
+
+
+@pytest.fixture
+def _one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 1)
+
+
+class TestParsing:
+    def test_both_ends_are_in(self) -> None:
+        assert parse_sweep("gpu-memory=8GB:24GB:8GB") == Sweep("gpu-memory", (8 * 10**9, 16 * 10**9, 24 * 10**9))
+        assert parse_sweep("host_memory=1GiB:1GiB:1MB") == Sweep("host-memory", (2**30,))
+        assert parse_sweep("gpu-memory=8GB:23GB:8GB").budgets == (8 * 10**9, 16 * 10**9)
+
+    @pytest.mark.parametrize(
+        ("text", "named"),
+        [
+            ("gpu-memory", "is no sweep; write for example"),
+            ("gpu-memory=8GB:80GB", "is no sweep"),
+            ("gpu-memory=8GB:80GB:8GB:1GB", "is no sweep"),
+            ("disk=8GB:80GB:8GB", "'disk' cannot be swept; use gpu-memory or host-memory"),
+            ("gpu-memory=8GB:80GB:0", "a step of 0"),
+            ("gpu-memory=8GB:80GB:-8GB", "'-8GB' is not a size"),
+            ("gpu-memory=8:80GB:8GB", "'8' is not a size"),
+            ("gpu-memory=0:80GB:8GB", "starts at 0"),
+            ("gpu-memory=80GB:8GB:8GB", "starts above its end"),
+            ("gpu-memory=1GB:201GB:1GB", "has 201 points, at most 200"),
+        ],
+    )
+    def test_what_is_no_sweep(self, text: str, named: str) -> None:
+        with pytest.raises(UsageError, match="--sweep") as caught:
+            parse_sweep(text)
+        assert named in str(caught.value)
+
+
+class TestSweep:
+    def test_every_point_is_what_solving_there_finds(self, tmp_path: Path) -> None:
+        """In processes of their own: more points than cores."""
+        profile = tiny_profile(3)
+        swept = Sweep("gpu-memory", (20 * MB, 60 * MB, 100 * MB, 150 * MB))
+        seen: list[int] = []
+        points = run_sweep(profile, swept, SETTINGS, seen.append)
+        assert seen == [1, 2, 3, 4]
+        small, *rest = points
+        assert (small.plan, small.status) == (None, "infeasible")
+        with pytest.raises(InfeasibleError) as caught:
+            solve(profile, gpu_memory_bytes=20 * MB, **SETTINGS)
+        assert small.missing_bytes == caught.value.missing_bytes["gpu"]
+        for point in rest:
+            assert point.plan is not None
+            assert point.plan.predicted is not None
+            assert point.plan.budget_bytes["gpu"] == point.budget_bytes
+            there = solve(profile, gpu_memory_bytes=point.budget_bytes, **SETTINGS)
+            assert point.plan.predicted.step_s == pytest.approx(there.timeline.step_s, rel=0.01)
+            timeline = simulate_plan(point.plan, profile)
+            assert timeline.step_s == pytest.approx(point.plan.predicted.step_s, rel=1e-6)
+            assert timeline.peak_bytes["gpu"] <= point.budget_bytes
+        steps = [point.plan.predicted.step_s for point in rest if point.plan and point.plan.predicted]
+        assert steps == sorted(steps, reverse=True)
+        assert rest[0].binds == "compute, gpu"
+        assert rest[-1].binds == "compute"
+        fastest = best_of(points)
+        assert fastest.predicted is not None
+        assert fastest.predicted.step_s == min(steps)
+        self._check_file(tmp_path / "frontier.csv", points)
+
+    def _check_file(self, path: Path, points: list[Point]) -> None:
+        save_frontier(path, points)
+        with path.open(encoding="utf-8", newline="") as file:
+            rows = list(csv.DictReader(file))
+        assert tuple(rows[0]) == COLUMNS
+        assert [int(row["budget_bytes"]) for row in rows] == [point.budget_bytes for point in points]
+        assert (rows[0]["status"], rows[0]["step_s"]) == ("infeasible", "")
+        assert int(rows[0]["missing_bytes"]) == points[0].missing_bytes
+        last = points[-1].plan
+        assert last is not None
+        assert last.predicted is not None
+        assert float(rows[-1]["step_s"]) == last.predicted.step_s
+        assert float(rows[-1]["tokens_per_s"]) == pytest.approx(last.seq_len / last.predicted.step_s)
+        assert int(rows[-1]["gpu_peak_bytes"]) == last.predicted.peak_bytes["gpu"]
+        assert rows[-1]["missing_bytes"] == ""
+
+    @pytest.mark.usefixtures("_one_process")
+    def test_a_larger_budget_is_never_slower(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Where a solve finds less than the one before it, or nothing in time, the plan before it stands."""
+        profile = tiny_profile(2)
+        found = [
+            solve(profile, gpu_memory_bytes=gpu, **SETTINGS).plan for gpu in (1000 * MB, 50 * MB)
+        ]  # the first is faster
+        answers = [Answer(found[0]), Answer(found[1]), Answer(None, problem="time is up")]
+        monkeypatch.setattr(sweep, "answer_all", lambda requests, report: answers)
+        points = run_sweep(profile, Sweep("gpu-memory", (1000 * MB, 1100 * MB, 1200 * MB)), SETTINGS)
+        plans = [point.plan for point in points]
+        assert [plan.stages if plan else None for plan in plans] == [found[0].stages] * 3
+        assert [plan.budget_bytes["gpu"] if plan else 0 for plan in plans] == [1000 * MB, 1100 * MB, 1200 * MB]
+        assert points[2].status == "feasible"
+        for plan in plans:
+            assert plan is not None
+            assert plan.solver is not None
+            assert plan.predicted is not None
+            assert plan.solver.bound_s <= plan.predicted.step_s
+            assert plan.solver.gap == pytest.approx(1 - plan.solver.bound_s / plan.predicted.step_s)
+        assert best_of(points).budget_bytes["gpu"] == 1000 * MB
+
+    @pytest.mark.usefixtures("_one_process")
+    def test_the_host_is_swept_too(self) -> None:
+        profile = tiny_profile(2)
+        settings = {"batch_size": 1, "gpu_memory_bytes": 45 * MB, "time_limit_s": 20}
+        points = run_sweep(profile, Sweep("host-memory", (1 * MB, 200 * MB)), settings)
+        assert points[0].status == "infeasible"
+        assert points[0].missing_bytes is not None
+        assert points[1].plan is not None
+        assert points[1].plan.budget_bytes["host"] == 200 * MB
+
+    @pytest.mark.usefixtures("_one_process")
+    def test_nothing_fits_anywhere(self) -> None:
+        points = run_sweep(tiny_profile(2), Sweep("gpu-memory", (5 * MB, 10 * MB)), SETTINGS)
+        with pytest.raises(InfeasibleError, match="up to 10 MB, which lacks"):
+            best_of(points)
+
+    def test_wrong_settings_are_refused_from_other_processes_too(self) -> None:
+        with pytest.raises(UsageError, match="batch_size: 3"):
+            run_sweep(
+                tiny_profile(2, micro_batches=(2,)), Sweep("gpu-memory", (100 * MB, 200 * MB)),
+                {**SETTINGS, "batch_size": 3},
+            )  # fmt: skip
+
+
+class TestBatchSize:
+    def search(self, profile: Profile, gpu_bytes: int) -> tuple[Plan, list[TriedBatch]]:
+        tried: list[TriedBatch] = []
+        settings = {key: value for key, value in SETTINGS.items() if key != "batch_size"}
+        solution = largest_throughput(profile, {**settings, "gpu_memory_bytes": gpu_bytes}, tried.append)
+        return solution.plan, tried
+
+    def test_doubles_while_it_gains_and_memory_allows(self) -> None:
+        # The update on the host takes as long for any batch, so that larger ones gain; 8 rows do not fit.
+        profile = tiny_profile(2, micro_batches=(1, 2), cpu_params_per_s=20e6)
+        plan, tried = self.search(profile, 45 * MB)
+        assert [t.batch_size for t in tried] == [1, 2, 4, 8]
+        rates = [t.tokens_per_s or 0.0 for t in tried]
+        assert rates[0] * (1 + MIN_GAIN) < rates[1] < rates[2]
+        assert tried[3].tokens_per_s is None
+        assert "no plan fits" in (tried[3].problem or "")
+        assert plan.batch_size == 4
+        assert plan.predicted is not None
+        assert rates[2] == pytest.approx(4 * plan.seq_len / plan.predicted.step_s)
+
+    def test_stops_where_twice_the_rows_gain_next_to_nothing(self) -> None:
+        plan, tried = self.search(tiny_profile(2, micro_batches=(1, 2)), 1000 * MB)
+        assert [t.batch_size for t in tried] == [1, 2]
+        rates = [t.tokens_per_s or 0.0 for t in tried]
+        assert rates[1] < rates[0] * (1 + MIN_GAIN)
+        assert plan.batch_size == [1, 2][rates.index(max(rates))]
+
+    def test_not_even_the_smallest_fits(self) -> None:
+        with pytest.raises(InfeasibleError):
+            self.search(tiny_profile(2), 20 * MB)
+
+    def test_micro_batches_that_are_no_powers_of_two(self) -> None:
+        _, tried = self.search(tiny_profile(2, micro_batches=(2, 3)), 1000 * MB)
+        assert [t.batch_size for t in tried] == [2, 3, 4]
+
+    def test_a_profile_without_figures_is_refused(self) -> None:
+        profile = tiny_profile(2)
+        bare = profile.model_copy(update={"links": {**profile.links, "h2d": Curve(reason="no time")}})
+        with pytest.raises(UsageError, match=r"links\.h2d: not measured"):
+            self.search(bare, 1000 * MB)
