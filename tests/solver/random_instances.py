@@ -111,9 +111,9 @@ def broken_promises(solution: Solution, scenario: Scenario) -> list[str]:
     if plan.predicted != again.prediction():
         broken.append("the prediction is not the simulator's")
     for recipe in solution.recipes:
-        if recipe.timeline is not None and _fits(recipe.timeline.peak_bytes, scenario):
-            if recipe.timeline.step_s < again.step_s * (1 - 1e-9):
-                broken.append(f"{recipe.name} takes {recipe.timeline.step_s} s, the plan {again.step_s} s")
+        seen = recipe.timeline
+        if seen and _fits(seen.peak_bytes, scenario) and seen.step_s < again.step_s * (1 - 1e-9):
+            broken.append(f"{recipe.name} takes {seen.step_s} s, the plan {again.step_s} s")
     return broken
 
 
