@@ -128,14 +128,14 @@ def _case_figures(measured: dict[str, Measured]) -> list[Figure]:
         ("gap", max(m.search_gap for m in every), ""),
         ("search_s", max(m.search_s for m in every), "s"),
         ("gain_over_best_recipe", _finite(min(m.gain for m in every)), ""),
-        ("simulator_error", max(error for m in every for error in m.errors), ""),
+        ("simulator_error", max(m.worst_error for m in every), ""),
         ("least_memory_margin", min(m.memory_margin_bytes for m in every), "bytes"),
     ]
     for memory, m in measured.items():
         figures += [
             (f"{memory}_solve_s", m.solve_s, "s"), (f"{memory}_solve_gap", _finite(m.solve_gap), ""),
             (f"{memory}_search_s", m.search_s, "s"), (f"{memory}_gap", m.search_gap, ""),
-            (f"{memory}_step_s", m.step_s, "s"), (f"{memory}_simulator_error", max(m.errors), ""),
+            (f"{memory}_step_s", m.step_s, "s"), (f"{memory}_simulator_error", m.worst_error, ""),
         ]  # fmt: skip
         figures += [(f"{memory}_gain_over {recipe}", gain, "") for recipe, gain in m.gains.items()]
     return figures
@@ -189,14 +189,14 @@ def _show_case(console: Console, name: str, measured: dict[str, Measured]) -> No
         "search",
         "its gap",
         "step",
-        "program / simulator",
+        "program over simulator",
         "memory margin",
     ):
         table.add_column(column, justify="right")
     for memory, m in measured.items():
         table.add_row(
             memory, f"{m.solve_s:.1f} s", f"{m.solve_gap:.2%}", f"{m.search_s:.1f} s", f"{m.search_gap:.2%}",
-            f"{m.step_s:.3f} s", " ".join(f"{error:.2%}" for error in m.errors),
+            f"{m.step_s:.3f} s", " ".join(f"{error:+.2%}" for error in m.errors),
             f"{m.memory_margin_bytes / 1e6:.1f} MB",
         )  # fmt: skip
     console.print(table)

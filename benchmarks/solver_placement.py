@@ -44,7 +44,7 @@ class Measured:
         search_gap: reported by it.
         step_s: of its plan, simulated.
         gains: recipe -> its step over the plan's, less 1; None where it does not fit.
-        errors: |program's period over simulated step - 1|, for the program's choices and for the search's plan.
+        errors: program's period over simulated step, less 1, for the program's choices and for the search's plan.
         memory_margin_bytes: least of what program or plan predict beyond the simulator's GPU peak; never negative.
     """
 
@@ -57,6 +57,11 @@ class Measured:
     gains: dict[str, float | None]
     errors: list[float]
     memory_margin_bytes: float
+
+    @property
+    def worst_error(self) -> float:
+        """Largest of ``errors`` either way."""
+        return max(map(abs, self.errors))
 
     @property
     def gain(self) -> float:
@@ -118,7 +123,7 @@ def _compared(instance: Instance, choices: Choices) -> tuple[float, float]:
     timeline = simulate_plan(make_plan(instance, choices, budget_bytes={}), instance.profile, steps=4)
     predicted_gb = float(WindowReplay(instance).memory(ChoiceBatch.of([choices])).gpu_gb[0])
     predicted_bytes = predicted_gb * 1e9 - instance.usable_gpu_gb(0) * 1e9
-    error = abs(_period_s(instance, choices) / timeline.step_s - 1)
+    error = _period_s(instance, choices) / timeline.step_s - 1
     return error, round(predicted_bytes) - timeline.peak_bytes["gpu"]
 
 
