@@ -1,86 +1,239 @@
-"""Time and quality of ``solve`` on synthetic profiles of 32 blocks; nothing here needs a GPU.
+"""Time and quality of the solver on synthetic profiles; nothing here needs a GPU.
 
-    python benchmarks/solver.py --machine "2 shared cores"
+    python benchmarks/solver.py --machine "2 shared cores"               everything
+    python benchmarks/solver.py --machine "2 shared cores" --case L28    one model size; ``all`` is made anew
+    python benchmarks/solver.py --machine "2 shared cores" --case random --instances 10000 --minutes 8
 
-Profiles are those of ``tests/solver/synthetic.py``: shapes of 3B and 7B models on a fast GPU and on a 24 GB card.
+Profiles are those of ``tests/solver/synthetic.py``: Qwen2-like models of 28 to 128 blocks on a fast GPU (H200-like)
+with loose, middle and tight memory, 32 rows of 1024 tokens a step. Per model size, over the three memory sizes:
+``solve_s`` is the median of one solve of the program, ``gap`` and ``search_s`` the worst of the whole search,
+``gain_over_best_recipe`` the least, ``simulator_error`` the largest. Shares are fractions of 1.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import math
+import statistics
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from rows import make_row, save_rows
-
-from lazysched.schemas import Profile
-from lazysched.solver import Solution, solve
+from rich.console import Console
+from rich.table import Table
+from rows import RESULTS, make_row, save_rows
+from solver_peers import SETS, Checked, Selection, check_instances, select_checkpoints
+from solver_placement import GAP, Measured, Task, measure
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from tests.solver.synthetic import CARD, FAST, SHAPE_3B, SHAPE_7B, Machine, Shape, large_profile
+from tests.solver.synthetic import FAST, SHAPE_3B, SHAPE_7B, Shape, large_profile
 
-NUM_BLOCKS = 32
-HOST_BYTES = 200_000_000_000
+GB = 10**9
+SOLVE_LIMIT_S, SEARCH_LIMIT_S = 20.0, 50.0
+"""One solve stops there without its gap; the search may go on for its last part when its limit is over."""
+MEMORIES = ("loose", "middle", "tight")
+NOT_YET = (
+    "segments of the square root of L blocks", "MegaTrain's segments of 4 blocks", "LazyTrain's inputs on NVMe",
+)  # fmt: skip
+"""Of the recipes to compare with; plans have neither segments nor the tier nvme."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """A synthetic model on a synthetic machine, a batch and a GPU budget."""
+    """A model, rows a step, and GPU budgets in GB, loose to tight."""
 
-    name: str
     shape: Shape
-    machine: Machine
-    batch_size: int
-    gpu_bytes: int
+    num_blocks: int
+    gpu_gb: tuple[int, ...]
+    batch_size: int = 32
+    host_gb: int = 1000
 
 
-CASES = (
-    Case("3b_fast_32x1k_20gb", SHAPE_3B, FAST, 32, 20_000_000_000),
-    Case("3b_fast_32x1k_80gb", SHAPE_3B, FAST, 32, 80_000_000_000),
-    Case("7b_fast_32x1k_120gb", SHAPE_7B, FAST, 32, 120_000_000_000),
-    Case("7b_fast_8x1k_60gb", SHAPE_7B, FAST, 8, 60_000_000_000),
-    Case("7b_card_16x1k_24gb", SHAPE_7B, CARD, 16, 24_000_000_000),
-)
+CASES = {
+    "L28": Case(SHAPE_7B, 28, (139, 80, 24)),
+    "L36": Case(SHAPE_3B, 36, (80, 40, 20)),
+    "L64": Case(Shape(5120, 17408, 1024, 151_936, tied=False), 64, (139, 80, 24)),
+    "L80": Case(Shape(8192, 28672, 1024, 128_256, tied=False), 80, (139, 80, 40)),
+    "L128": Case(Shape(8192, 22016, 1024, 128_256, tied=False), 128, (139, 80, 40)),
+}
+SMOKE = Case(SHAPE_3B, 3, (30, 20, 16), batch_size=2)
+PEERS, RANDOM = "checkpoint_selection", "random"
+Figure = tuple[str, float | None, str]
 
 
 def main() -> None:
-    """Solve every case and save its rows."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--machine", required=True, help="name of the machine that solves, shown beside each figure")
-    parser.add_argument("--case", choices=[case.name for case in CASES], help="only this one")
-    arguments = parser.parse_args()
-    rows: list[dict[str, object]] = []
-    for case in CASES:
-        if arguments.case in (None, case.name):
-            rows += measure(case, arguments.machine)
-    print(save_rows("solver", rows))
+    """Measure what was asked for, save its rows and show tables."""
+    options = _arguments()
+    console = Console(width=150)
+    if options.smoke:
+        _show_case(console, "smoke", _measure_case(SMOKE, 5, 5))
+        _show_instances(console, check_instances(4, 1))
+        _show_selection(console, select_checkpoints(4, "two options"))
+        _show_not_yet(console)
+        return
+    for name in [options.case] if options.case else [*CASES, PEERS, RANDOM]:
+        figures = _figures(name, options, console)
+        _save(name, figures, options.machine)
+    _save("all", _worst(options.machine), options.machine)
+    _show_not_yet(console)
 
 
-def measure(case: Case, machine: str) -> list[dict[str, object]]:
-    """Rows of one case."""
-    profile: Profile = large_profile(case.shape, case.machine, NUM_BLOCKS)
-    wall_s, cpu_s = time.perf_counter(), time.process_time()
-    solution = solve(profile, batch_size=case.batch_size, gpu_memory_bytes=case.gpu_bytes, host_memory_bytes=HOST_BYTES)
-    wall_s, cpu_s = time.perf_counter() - wall_s, time.process_time() - cpu_s
-    report = solution.plan.solver
-    assert report is not None
-    figures = [
-        ("solve wall", wall_s, "s"),
-        ("solve cpu", cpu_s, "s"),
-        ("predicted step", report.objective_s, "s"),
-        ("gap to lower bound", 100 * report.gap, "%"),
-        ("best recipe over plan", 100 * (_best_recipe_s(solution) / report.objective_s - 1), "%"),
-        ("combinations searched", float(sum(tried.step_s is not None for tried in solution.tried)), ""),
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--machine", help="name of the machine that solves, shown beside each figure")
+    parser.add_argument("--case", choices=[*CASES, PEERS, RANDOM], help="only this one")
+    parser.add_argument("--instances", type=int, default=10_000, help="random instances, if the time suffices")
+    parser.add_argument("--minutes", type=float, default=8.0, help="time for the random instances")
+    parser.add_argument("--smoke", action="store_true", help="tiny cases, nothing saved")
+    options = parser.parse_args()
+    if not options.smoke and not options.machine:
+        parser.error("--machine: missing; name the machine that solves")
+    return options
+
+
+def _figures(name: str, options: argparse.Namespace, console: Console) -> list[Figure]:
+    """Measure one case, show it, and give what is to be saved."""
+    if name == PEERS:
+        found = [s for kind in SETS for length in (28, 64) for s in select_checkpoints(length, kind)]
+        _show_selection(console, found)
+        return _selection_figures(found)
+    if name == RANDOM:
+        checked = check_instances(options.instances, options.minutes)
+        _show_instances(console, checked)
+        return [
+            ("instances_solved", checked.solved, ""), ("instances_that_fit_nowhere", checked.infeasible, ""),
+            ("broken_promises", len(checked.broken), ""),
+        ]  # fmt: skip
+    measured = _measure_case(CASES[name], SOLVE_LIMIT_S, SEARCH_LIMIT_S)
+    _show_case(console, name, measured)
+    return _case_figures(measured)
+
+
+def _measure_case(case: Case, solve_limit_s: float, search_limit_s: float) -> dict[str, Measured]:
+    profile = large_profile(case.shape, FAST, case.num_blocks)
+    return {
+        memory: measure(
+            Task(profile, case.batch_size, gpu_gb * GB, case.host_gb * GB, solve_limit_s, search_limit_s)
+        )
+        for memory, gpu_gb in zip(MEMORIES, case.gpu_gb, strict=True)
+    }  # fmt: skip
+
+
+def _case_figures(measured: dict[str, Measured]) -> list[Figure]:
+    every = list(measured.values())
+    figures: list[Figure] = [
+        ("solve_s", statistics.median(m.solve_s for m in every), "s"),
+        ("solve_gap", _finite(max(m.solve_gap for m in every)), ""),
+        ("gap", max(m.search_gap for m in every), ""),
+        ("search_s", max(m.search_s for m in every), "s"),
+        ("gain_over_best_recipe", _finite(min(m.gain for m in every)), ""),
+        ("simulator_error", max(m.worst_error for m in every), ""),
+        ("least_memory_margin", min(m.memory_margin_bytes for m in every), "bytes"),
     ]
-    print(case.name, {name: round(value, 3) for name, value, _ in figures}, flush=True)
-    command = "python benchmarks/solver.py"
-    return [make_row(case.name, name, value, unit, machine, command) for name, value, unit in figures]
+    for memory, m in measured.items():
+        figures += [
+            (f"{memory}_solve_s", m.solve_s, "s"), (f"{memory}_solve_gap", _finite(m.solve_gap), ""),
+            (f"{memory}_search_s", m.search_s, "s"), (f"{memory}_gap", m.search_gap, ""),
+            (f"{memory}_step_s", m.step_s, "s"), (f"{memory}_simulator_error", m.worst_error, ""),
+        ]  # fmt: skip
+        figures += [(f"{memory}_gain_over {recipe}", gain, "") for recipe, gain in m.gains.items()]
+    return figures
 
 
-def _best_recipe_s(solution: Solution) -> float:
-    return min(recipe.timeline.step_s for recipe in solution.recipes if recipe.timeline is not None)
+def _selection_figures(found: list[Selection]) -> list[Figure]:
+    figures: list[Figure] = []
+    for kind in SETS:
+        own = [s for s in found if s.options == kind]
+        over_rule = [s.ours_s / s.rule_s - 1 for s in own if s.rule_s]
+        figures += [
+            (f"worst_over_dynamic_program, {kind}", max(s.ours_s / s.dynamic_program_s - 1 for s in own), ""),
+            (f"worst_over_square_root_rule, {kind}", max(over_rule, default=None), ""),
+        ]
+    return figures
+
+
+def _worst(machine: str) -> list[Figure]:
+    """Over all model sizes whose rows are saved by the same machine; null until every one is."""
+    rows = json.loads((RESULTS / "solver.json").read_text(encoding="utf-8"))
+
+    def saved(metric: str) -> list[float]:
+        own = [r["value"] for r in rows if r["case"] in CASES and r["metric"] == metric and r["machine"] == machine]
+        return own if len(own) == len(CASES) and None not in own else []
+
+    return [
+        ("worst_gain_over_best_recipe", min(saved("gain_over_best_recipe"), default=None), ""),
+        ("worst_simulator_error", max(saved("simulator_error"), default=None), ""),
+        ("least_memory_margin", min(saved("least_memory_margin"), default=None), "bytes"),
+    ]
+
+
+def _save(case: str, figures: list[Figure], machine: str) -> None:
+    command = "python benchmarks/solver.py" + (f" --case {case}" if case != "all" else "")
+    save_rows("solver", [make_row(case, name, value, unit, machine, command) for name, value, unit in figures])
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+# ---- tables
+
+
+def _show_case(console: Console, name: str, measured: dict[str, Measured]) -> None:
+    table = Table(title=f"{name}: one solve to {GAP:.0%}, and the search", title_justify="left")
+    for column in (
+        "memory",
+        "one solve",
+        "its gap",
+        "search",
+        "its gap",
+        "step",
+        "program over simulator",
+        "memory margin",
+    ):
+        table.add_column(column, justify="right")
+    for memory, m in measured.items():
+        table.add_row(
+            memory, f"{m.solve_s:.1f} s", f"{m.solve_gap:.2%}", f"{m.search_s:.1f} s", f"{m.search_gap:.2%}",
+            f"{m.step_s:.3f} s", " ".join(f"{error:+.2%}" for error in m.errors),
+            f"{m.memory_margin_bytes / 1e6:.1f} MB",
+        )  # fmt: skip
+    console.print(table)
+    gains = Table(title=f"{name}: gain over each recipe", title_justify="left")
+    gains.add_column("recipe")
+    for memory in measured:
+        gains.add_column(memory, justify="right")
+    for recipe in next(iter(measured.values())).gains:
+        found = [m.gains[recipe] for m in measured.values()]
+        gains.add_row(recipe, *("does not fit" if gain is None else f"{gain:+.2%}" for gain in found))
+    console.print(gains)
+
+
+def _show_instances(console: Console, checked: Checked) -> None:
+    console.print(
+        f"random instances: {checked.solved} solved, {checked.infeasible} without any plan that fits, "
+        f"{len(checked.broken)} broken promises"
+    )
+    for line in checked.broken:
+        console.print(line, markup=False)
+
+
+def _show_selection(console: Console, found: list[Selection]) -> None:
+    table = Table(title="checkpoint selection: seconds recomputed", title_justify="left")
+    for column in ("options", "blocks", "kept", "lazysched", "dynamic program", "square-root rule"):
+        table.add_column(column, justify="right")
+    for s in found:
+        table.add_row(
+            s.options, str(s.num_blocks), f"{s.kept_bytes / GB:.2f} GB", f"{s.ours_s:.5f}",
+            f"{s.dynamic_program_s:.5f}", "" if s.rule_s is None else f"{s.rule_s:.5f}",
+        )  # fmt: skip
+    console.print(table)
+
+
+def _show_not_yet(console: Console) -> None:
+    for name in NOT_YET:
+        console.print(f"not there yet: {name}")
 
 
 if __name__ == "__main__":

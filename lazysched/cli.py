@@ -17,7 +17,7 @@ import typer
 from rich.console import Console
 from typer.exceptions import TyperException
 
-from lazysched import plan_commands
+from lazysched import plan_commands, plot_command
 from lazysched.cli_hardware import measure_machine, profile_to_solve
 from lazysched.errors import LazyschedError, UsageError
 from lazysched.outputs import require_folder_of

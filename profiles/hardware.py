@@ -78,8 +78,8 @@ def measure_hardware(
         "peak_matmul_flop_per_s": unknown("the vendor's figure, not measured; see matmul_flop_per_s"),
         "matmul_flop_per_s": matmul,
         **{
-            f"{place}_update_{state_format}_per_s": _rate(rate)
-            for place, rates in updates.items()
+            f"{place}_update_{state_format}_per_s": _rate(rate if place == "gpu" else updates.in_a_step(state_format))
+            for place, rates in updates.alone.items()
             for state_format, rate in rates.items()
         },
         "context_bytes": _context(where),

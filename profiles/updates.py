@@ -39,6 +39,14 @@ class UpdateRates(NamedTuple):
     beside_copies: dict[str, Rate]
     """format -> rate on the host while both directions are busy; empty without a GPU."""
 
+    def in_a_step(self, state_format: str) -> Rate:
+        """On the host, one rate for all: copies run beside the update about half of the time."""
+        alone, beside = self.alone["cpu"][state_format], self.beside_copies.get(state_format)
+        if beside is None or alone.per_s is None or beside.per_s is None:
+            return alone
+        per_s = 2 / (1 / alone.per_s + 1 / beside.per_s)
+        return Rate(per_s=per_s, spread=max(alone.spread, beside.spread), repeats=beside.repeats)
+
 
 def measure_updates(
     blocks: list[Stage], dtype: torch.dtype, device: torch.device, host_limit_bytes: int, repeats: int | None,

@@ -234,16 +234,9 @@ class _Search:
     def _recipes(self) -> list[tuple[str, Found | None]]:
         compared = []
         for rule in recipes.RULES:
-            candidates = [
-                Candidate(
-                    size,
-                    accumulation,
-                    offload_limit_bytes=recipes.offload_limit(rule, self.limits[size]),
-                    host_memory=memory,
-                )
-                for memory in self.settings.host_memories
-                for size, accumulation in self.accumulations.items()
-            ]
+            candidates = recipes.candidates_of_rule(
+                rule, self.accumulations, self.limits, self.settings.host_memories, PREFETCH_DEPTHS
+            )
             instances = [instance for instance in map(self._instance, candidates) if instance.has_options]
             found = recipes.best_of_rule(rule, instances, self._budgets)
             compared.append((rule.name, found))

@@ -1,0 +1,186 @@
+"""One model size at one memory size: the program solved once, the whole search, and both against the simulator."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass, replace
+
+from lazysched.schemas import Plan, Profile, Update
+from lazysched.solver import Solution, simulate_plan, solve
+from lazysched.solver.instance import STATE_CHOICES, Candidate, Instance, offload_limits
+from lazysched.solver.memory_rows import Budgets
+from lazysched.solver.milp import PlacementProgram
+from lazysched.solver.plans import Choices, block_plan, make_plan, stage_plan
+from lazysched.solver.search import improve
+from lazysched.solver.solve import MAX_ROUNDS
+from lazysched.solver.window_replay import ChoiceBatch, WindowReplay
+
+GAP, SEED = 0.01, 0
+UNLIMITED = Budgets(1e6, 1e6)
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is solved: a profile, rows a step and budgets in bytes; seconds that solver and search may take."""
+
+    profile: Profile
+    batch_size: int
+    gpu_bytes: int
+    host_bytes: int
+    solve_limit_s: float
+    search_limit_s: float
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Figures of one task.
+
+    Attributes:
+        solve_s: building, relaxing and solving the program once; as long as allowed where its gap was not reached.
+        solve_gap: what was reached.
+        start_s: making the start that it was given, by the search's descent; not in ``solve_s``.
+        search_s: the whole search.
+        search_gap: reported by it.
+        step_s: of its plan, simulated.
+        gains: recipe -> its step over the plan's, less 1; None where it does not fit.
+        errors: program's period over simulated step, less 1, for the program's choices and for the search's plan.
+        memory_margin_bytes: least of what program or plan predict beyond the simulator's GPU peak; never negative.
+    """
+
+    solve_s: float
+    solve_gap: float
+    start_s: float
+    search_s: float
+    search_gap: float
+    step_s: float
+    gains: dict[str, float | None]
+    errors: list[float]
+    memory_margin_bytes: float
+
+    @property
+    def worst_error(self) -> float:
+        """Largest of ``errors`` either way."""
+        return max(map(abs, self.errors))
+
+    @property
+    def gain(self) -> float:
+        """Over the best recipe that fits; infinite where none does."""
+        return min((gain for gain in self.gains.values() if gain is not None), default=math.inf)
+
+
+def measure(task: Task) -> Measured:
+    """Search first; then solve the program once, where the search found its best plan, at prefetch depth 1."""
+    began_s = time.perf_counter()
+    solution = solve(
+        task.profile, batch_size=task.batch_size, gpu_memory_bytes=task.gpu_bytes, host_memory_bytes=task.host_bytes,
+        time_limit_s=task.search_limit_s, gap=GAP, seed=SEED,
+    )  # fmt: skip
+    search_s = time.perf_counter() - began_s
+    report = solution.plan.solver
+    assert report is not None
+    once = _solve_once(task, replace(_best_candidate(solution), prefetch_depth=1))
+    found = _found_instance(task.profile, solution.plan)
+    of_plan = _compared(found, choices_of(found, solution.plan))
+    compared = [of_plan] if once.compared is None else [once.compared, of_plan]
+    gains = {
+        recipe.name: None if recipe.timeline is None else recipe.timeline.step_s / solution.timeline.step_s - 1
+        for recipe in solution.recipes
+    }
+    return Measured(
+        once.seconds, once.gap, once.start_s, search_s, report.gap, solution.timeline.step_s, gains,
+        [pair[0] for pair in compared], min(pair[1] for pair in compared),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Once:
+    seconds: float
+    gap: float
+    start_s: float
+    compared: tuple[float, float] | None
+
+
+def _solve_once(task: Task, candidate: Candidate) -> _Once:
+    instance = Instance(task.profile, candidate, "hybrid8", Update())
+    budgets = Budgets(instance.usable_gpu_gb(task.gpu_bytes), task.host_bytes / 1e9)
+    began_s = time.perf_counter()
+    program = PlacementProgram(instance, budgets)
+    program.lower_bound_s(task.solve_limit_s)
+    relaxed_s = time.perf_counter()
+    start = improve(WindowReplay(instance), budgets, program.rounded(), seed=SEED, max_rounds=MAX_ROUNDS)
+    started_s = time.perf_counter()
+    outcome = program.solve(gap=GAP, time_limit_s=task.solve_limit_s, seed=SEED, start=start)
+    seconds = relaxed_s - began_s + time.perf_counter() - started_s
+    if not outcome.has_solution:
+        return _Once(seconds, math.inf, started_s - relaxed_s, None)
+    gap = (outcome.objective - outcome.bound) / outcome.objective
+    return _Once(seconds, gap, started_s - relaxed_s, _compared(instance, program.choices()))
+
+
+def _compared(instance: Instance, choices: Choices) -> tuple[float, float]:
+    """(relative error of the program's period, predicted GPU peak less the simulator's in bytes) for given choices."""
+    timeline = simulate_plan(make_plan(instance, choices, budget_bytes={}), instance.profile, steps=4)
+    predicted_gb = float(WindowReplay(instance).memory(ChoiceBatch.of([choices])).gpu_gb[0])
+    predicted_bytes = predicted_gb * 1e9 - instance.usable_gpu_gb(0) * 1e9
+    error = _period_s(instance, choices) / timeline.step_s - 1
+    return error, round(predicted_bytes) - timeline.peak_bytes["gpu"]
+
+
+def _period_s(instance: Instance, choices: Choices) -> float:
+    """The program's period with all decisions given."""
+    program = PlacementProgram(instance, UNLIMITED)
+    values = program.decisions.start_values(choices)
+    for variable in program.problem.variables():
+        if variable.name in values:
+            variable.lowBound = variable.upBound = values[variable.name]
+    outcome = program.solve(gap=0.0, time_limit_s=60, seed=SEED)
+    assert outcome.has_solution, outcome
+    return float(program.period.value())
+
+
+def _best_candidate(solution: Solution) -> Candidate:
+    found = [(tried.step_s, k) for k, tried in enumerate(solution.tried) if tried.step_s is not None]
+    return solution.tried[min(found)[1]].candidate
+
+
+def _found_instance(profile: Profile, plan: Plan) -> Instance:
+    """The instance of which ``plan`` is a choice, with the smallest size that may leave for the host."""
+    for limit in offload_limits(profile, plan.micro_batch):
+        candidate = Candidate(
+            plan.micro_batch, plan.accumulation, plan.prefetch_depth, plan.d2h_lag, limit, plan.host_memory
+        )
+        instance = Instance(profile, candidate, "hybrid8", plan.update)
+        if all(None not in _options(instance, plan, i) for i in range(instance.num_blocks)):
+            return instance
+    raise AssertionError("a plan with options that no instance has")
+
+
+def _options(instance: Instance, plan: Plan, block: int) -> list[int | None]:
+    """Place of the block's save option among the instance's, None where it has none such."""
+    own = plan.stages[instance.block_stages[block].id]
+    fields = ("save", "saved_tiers", "input_tier", "segment")
+    made = [block_plan("gpu", option) for option in instance.saves[block]]
+    places = [k for k, other in enumerate(made) if all(getattr(other, f) == getattr(own, f) for f in fields)]
+    return [places[0] if places else None]
+
+
+def choices_of(instance: Instance, plan: Plan) -> Choices:
+    """The choices that :func:`make_plan` made ``plan`` of."""
+    saves, states = [], []
+    for i, stage in enumerate(instance.block_stages):
+        (place,) = _options(instance, plan, i)
+        assert place is not None
+        saves.append(place)
+        own = plan.stages[stage.id]
+        states.append(next(s for s in STATE_CHOICES if _same(stage_plan(s, own.save), own)))
+    pair = plan.stages["embed"], plan.stages["head"]
+    vocabulary = next(
+        k for k, option in enumerate(instance.vocabulary_options)
+        if _same(stage_plan(option.embed, ""), pair[0]) and _same(stage_plan(option.head, ""), pair[1])
+    )  # fmt: skip
+    return Choices(tuple(states), tuple(saves), vocabulary)
+
+
+def _same(made: object, own: object) -> bool:
+    return all(getattr(made, field) == getattr(own, field) for field in ("weights", "state"))
