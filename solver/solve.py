@@ -16,7 +16,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from typing import Literal, get_args
@@ -34,6 +34,7 @@ from lazysched.solver.instance import (
     offload_limits,
     usable_micro_batches,
 )
+from lazysched.solver.interrupts import INTERRUPTS
 from lazysched.solver.memory_rows import Budgets
 from lazysched.solver.milp import PlacementProgram
 from lazysched.solver.plans import Choices, make_plan
@@ -85,12 +86,14 @@ class Solution:
         timeline: its simulation.
         recipes: fixed recipes on the same budgets, simulated.
         tried: all combinations of the outer search, best bound first.
+        interrupted: whether Ctrl-C ended the search, so that the plan is the best of a part of it.
     """
 
     plan: Plan
     timeline: Timeline
     recipes: list[Recipe]
     tried: list[Tried]
+    interrupted: bool = False
 
 
 def solve(
@@ -129,6 +132,7 @@ def solve(
         UsageError: an argument is out of range, or the profile lacks a figure that is needed.
         InfeasibleError: no plan fits; says which budget binds and by how many bytes.
         TimeLimitError: nothing was found in time.
+        KeyboardInterrupt: Ctrl-C came before any plan was found; after that it ends the search, and a second one all.
     """
     if nvme_bytes:
         raise UsageError(f"nvme: {nvme_bytes} bytes: placement on NVMe is not there yet; use 0")
@@ -197,27 +201,47 @@ class _Search:
         self.bounds: dict[Candidate, float] = {}
         self.withheld_bytes: dict[Budget, int] = {"gpu": 0, "host": 0, "pinned": 0}
         self.simulated: dict[Found, tuple[Plan, Timeline]] = {}
+        self.compared: list[tuple[str, Found | None]] = []
 
     def run(self) -> Solution:
-        """All parts; tightens the budgets when the simulation of the winner exceeds them."""
-        settings = self.settings
+        """All parts; the best plan so far when Ctrl-C ends them early."""
+        try:
+            with INTERRUPTS.handled():
+                return self._search()
+        except KeyboardInterrupt:
+            solution = self._incumbent()
+            if solution is None:
+                raise
+            return solution
+
+    def _search(self) -> Solution:
+        """Tightens the budgets when the simulation of the winner exceeds them."""
         for _ in range(MAX_TIGHTENINGS + 1):
-            compared = self._recipes()
+            self.compared = []
+            self._recipes()
             self._bound_all()
             self._begin_descent()
-            for memory in settings.host_memories:
+            for memory in self.settings.host_memories:
                 self._descend(memory)
             self._prove()
-            winner = self._judge([found for _, found in compared if found is not None])
+            winner = self._judge()
             if winner is not None:
-                return self._solution(*winner, compared)
+                return self._solution(*winner)
             self.found.clear()
         raise AssertionError("memory rows and simulation disagree beyond tightening")
 
+    def _incumbent(self) -> Solution | None:
+        """What an interrupted search has found; combinations that it did not come to get the bound of their compute."""
+        winner = self._judge()
+        if winner is None:
+            return None
+        for candidate in self._combinations():
+            self.bounds.setdefault(candidate, self._instance(candidate).compute_bound_s)
+        return self._solution(*winner, interrupted=True)
+
     # ---- parts
 
-    def _recipes(self) -> list[tuple[str, Found | None]]:
-        compared = []
+    def _recipes(self) -> None:
         for rule in recipes.RULES:
             candidates = [
                 Candidate(
@@ -230,22 +254,17 @@ class _Search:
                 for size, accumulation in self.accumulations.items()
             ]
             found = recipes.best_of_rule(rule, map(self._instance, candidates), self._budgets)
-            compared.append((rule.name, found))
+            self.compared.append((rule.name, found))
             if found is not None:
                 self._keep(found)
-        return compared
 
     def _bound_all(self) -> None:
         """Quick bounds of all combinations; a deeper prefetch shares that of the shallow one."""
-        for size, accumulation in self.accumulations.items():
-            for limit, memory in itertools.product(self.limits[size], self.settings.host_memories):
-                shallow = Candidate(
-                    size, accumulation, PREFETCH_DEPTHS[0], offload_limit_bytes=limit, host_memory=memory
-                )
-                instance = self._instance(shallow)
-                bound_s = count_bound_s(instance, self._budgets(instance), max(PREFETCH_DEPTHS))
-                for depth in PREFETCH_DEPTHS:
-                    self.bounds[replace(shallow, prefetch_depth=depth)] = bound_s
+        for shallow in self._combinations(PREFETCH_DEPTHS[:1]):
+            instance = self._instance(shallow)
+            bound_s = count_bound_s(instance, self._budgets(instance), max(PREFETCH_DEPTHS))
+            for depth in PREFETCH_DEPTHS:
+                self.bounds[replace(shallow, prefetch_depth=depth)] = bound_s
 
     def _begin_descent(self) -> None:
         self.programs: dict[Candidate, PlacementProgram] = {}
@@ -263,7 +282,7 @@ class _Search:
             if self._remaining_s() > 0 and self._may_improve(candidate):
                 self._improve(candidate, self.rounded[candidate])
         found = [f for f in self.found.values() if f.candidate.host_memory == memory]
-        if found:
+        if found and self._remaining_s() > 0:
             best = min(found, key=lambda f: f.step_s)
             for depth in PREFETCH_DEPTHS:
                 if depth != best.candidate.prefetch_depth:
@@ -346,7 +365,7 @@ class _Search:
             raise TimeLimitError(f"no plan was found within {self.settings.time_limit_s:g} s; raise the time limit")
         raise infeasible.explain(missing, self.settings.budget_bytes)
 
-    def _judge(self, by_recipe: list[Found]) -> tuple[Found, Plan, Timeline] | None:
+    def _judge(self) -> tuple[Found, Plan, Timeline] | None:
         """Simulate the finalists; None when all exceed a budget, which is then tightened by the excess.
 
         The recipes' plans are among them: the quick replay ranks plans, the simulation may rank them otherwise.
@@ -354,6 +373,7 @@ class _Search:
         best: tuple[Found, Plan, Timeline] | None = None
         excess: Mapping[Budget, int] = {}
         finalists = sorted(self.found.values(), key=lambda f: f.step_s)[:NUM_FINALISTS]
+        by_recipe = [found for _, found in self.compared if found is not None]
         for found in [*finalists, *(found for found in by_recipe if found not in finalists)]:
             plan, timeline = self._simulate(found)
             over = self._over_budget(timeline)
@@ -366,6 +386,14 @@ class _Search:
         return best
 
     # ---- helpers
+
+    def _combinations(self, depths: Sequence[int] = PREFETCH_DEPTHS) -> list[Candidate]:
+        """Every point of the outer search."""
+        return [
+            Candidate(size, accumulation, depth, offload_limit_bytes=limit, host_memory=memory)
+            for size, accumulation in self.accumulations.items()
+            for limit, memory, depth in itertools.product(self.limits[size], self.settings.host_memories, depths)
+        ]
 
     def _instance(self, candidate: Candidate) -> Instance:
         if candidate not in self.instances:
@@ -430,14 +458,12 @@ class _Search:
     def _over_bytes(self, instance: Instance, choices: Choices) -> dict[Budget, int]:
         return self._over_budget(self._simulate(Found(instance.candidate, choices, math.inf))[1])
 
-    def _solution(
-        self, found: Found, plan: Plan, timeline: Timeline, compared: list[tuple[str, Found | None]]
-    ) -> Solution:
+    def _solution(self, found: Found, plan: Plan, timeline: Timeline, interrupted: bool = False) -> Solution:
         objective_s = timeline.step_s
         bound_s = min([objective_s, *self.bounds.values()])
         gap = (objective_s - bound_s) / objective_s
         report = SolverReport(
-            status="optimal" if gap <= self.settings.gap else "feasible",
+            status="optimal" if gap <= self.settings.gap and not interrupted else "feasible",
             objective_s=objective_s,
             bound_s=bound_s,
             gap=gap,
@@ -445,13 +471,13 @@ class _Search:
             time_s=self._elapsed_s(),
             versions={name: version(name) for name in ("highspy", "pulp")},
         )
-        shown = [Recipe(name, *(self._simulate(r) if r is not None else (None, None))) for name, r in compared]
+        shown = [Recipe(name, *(self._simulate(r) if r is not None else (None, None))) for name, r in self.compared]
         tried = [
             Tried(c, bound, self.found[c].step_s if c in self.found else None)
             for c, bound in sorted(self.bounds.items(), key=lambda item: item[1])
         ]
         plan = plan.model_copy(update={"predicted": timeline.prediction(), "solver": report, "profile": self.profile})
-        return Solution(plan, timeline, shown, tried)
+        return Solution(plan, timeline, shown, tried, interrupted)
 
 
 def _accumulations(profile: Profile, batch_size: int) -> dict[int, int]:
