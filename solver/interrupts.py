@@ -24,7 +24,7 @@ class Interrupts:
 
     @contextlib.contextmanager
     def handled(self) -> Iterator[None]:
-        """Let ``held_back`` work. A handler of somebody else's is left alone, and so are threads, which get no signals."""
+        """Let ``held_back`` work. A handler of somebody else's is left alone; threads get no signals."""
         mine = threading.current_thread() is threading.main_thread()
         if not mine or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
             yield

@@ -21,10 +21,11 @@ from dataclasses import dataclass, replace
 from importlib.metadata import version
 from typing import Literal, get_args
 
-from lazysched.errors import TimeLimitError, UsageError
+from lazysched.errors import UsageError
 from lazysched.lower import lower
 from lazysched.schemas import HostMemory, Plan, Profile, SolverReport, StateFormat, Tier, Update
-from lazysched.solver import infeasible, recipes
+from lazysched.solver import infeasible, recipes, remedies
+from lazysched.solver.batches import accumulations
 from lazysched.solver.bounds import count_bound_s
 from lazysched.solver.instance import (
     Candidate,
@@ -32,7 +33,6 @@ from lazysched.solver.instance import (
     check_profile,
     host_memories,
     offload_limits,
-    usable_micro_batches,
 )
 from lazysched.solver.interrupts import INTERRUPTS
 from lazysched.solver.memory_rows import Budgets
@@ -194,7 +194,7 @@ class _Search:
         self.settings = settings
         self.profile = settings.profile
         self.started_s = time.monotonic()
-        self.accumulations = _accumulations(settings.profile, settings.batch_size)
+        self.accumulations = accumulations(settings.profile, settings.batch_size)
         self.limits = {size: offload_limits(settings.profile, size) for size in self.accumulations}
         self.instances: dict[Candidate, Instance] = {}
         self.found: dict[Candidate, Found] = {}
@@ -346,24 +346,20 @@ class _Search:
 
     def _first_that_fits(self) -> None:
         """The last resort: any plan that fits at all, or the explanation why there is none."""
-        memory = self.settings.host_memories[-1]
-        instances = [self._instance(c) for c in infeasible.memory_candidates(self.accumulations, self.limits, memory)]
-        missing: dict[tuple[Tier, ...], dict[Tier, int]] = {}
-        elastic_sets: list[tuple[Tier, ...]] = [infeasible.TIERS, *((tier,) for tier in infeasible.TIERS)]
-        for elastic in elastic_sets:
-            nearest = infeasible.closest(instances, self._budgets, elastic, self.settings.seed)
-            if nearest is None:
-                continue
-            over = self._over_bytes(nearest.instance, nearest.choices)
-            if not any(over.values()):
-                self._improve(nearest.instance.candidate, nearest.choices)
-                return
-            missing[elastic] = {
-                tier: over[tier] + infeasible.MARGIN_BYTES if over[tier] else 0 for tier in infeasible.TIERS
-            }
-        if infeasible.TIERS not in missing:
-            raise TimeLimitError(f"no plan was found within {self.settings.time_limit_s:g} s; raise the time limit")
-        raise infeasible.explain(missing, self.settings.budget_bytes)
+        settings = self.settings
+        question = infeasible.Question(
+            self.profile, settings.batch_size, settings.budget_bytes, settings.state_format, self._make_instance,
+            settings.seed,
+        )  # fmt: skip
+        fitting = infeasible.fitting(question)
+        if fitting is None:
+            raise remedies.explain(question)
+        candidate, choices = fitting.instance.candidate, fitting.choices
+        evaluation = WindowReplay(fitting.instance).evaluate(ChoiceBatch.of([choices]))
+        # Its bytes were counted: it is kept even where the replay's memory rows, which count more, call it too large.
+        self._keep(Found(candidate, choices, float(evaluation.step_s[0])))
+        if self._remaining_s() > 0:
+            self._improve(candidate, choices)
 
     def _judge(self) -> tuple[Found, Plan, Timeline] | None:
         """Simulate the finalists; None when all exceed a budget, which is then tightened by the excess.
@@ -397,9 +393,11 @@ class _Search:
 
     def _instance(self, candidate: Candidate) -> Instance:
         if candidate not in self.instances:
-            settings = self.settings
-            self.instances[candidate] = Instance(self.profile, candidate, settings.state_format, settings.update)
+            self.instances[candidate] = self._make_instance(candidate, self.settings.state_format)
         return self.instances[candidate]
+
+    def _make_instance(self, candidate: Candidate, state_format: StateFormat) -> Instance:
+        return Instance(self.profile, candidate, state_format, self.settings.update)
 
     def _budgets(self, instance: Instance) -> Budgets:
         budget, withheld = self.settings.budget_bytes, self.withheld_bytes
@@ -455,9 +453,6 @@ class _Search:
         }
         return {name: max(0, size) for name, size in over.items()}
 
-    def _over_bytes(self, instance: Instance, choices: Choices) -> dict[Budget, int]:
-        return self._over_budget(self._simulate(Found(instance.candidate, choices, math.inf))[1])
-
     def _solution(self, found: Found, plan: Plan, timeline: Timeline, interrupted: bool = False) -> Solution:
         objective_s = timeline.step_s
         bound_s = min([objective_s, *self.bounds.values()])
@@ -478,17 +473,3 @@ class _Search:
         ]
         plan = plan.model_copy(update={"predicted": timeline.prediction(), "solver": report, "profile": self.profile})
         return Solution(plan, timeline, shown, tried, interrupted)
-
-
-def _accumulations(profile: Profile, batch_size: int) -> dict[int, int]:
-    """Micro-batch -> accumulation for every usable micro-batch that divides the batch."""
-    if batch_size < 1:
-        raise UsageError(f"batch_size: {batch_size} is no batch; use at least 1")
-    sizes = usable_micro_batches(profile)
-    result = {size: batch_size // size for size in sizes if batch_size % size == 0}
-    if not result:
-        raise UsageError(
-            f"batch_size: {batch_size} is no multiple of a profiled micro-batch ({', '.join(map(str, sizes))}); "
-            f"change it or profile with --micro-batch"
-        )
-    return result
