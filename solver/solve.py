@@ -27,6 +27,7 @@ from lazysched.schemas import HostMemory, Plan, Profile, SolverReport, StateForm
 from lazysched.solver import infeasible, recipes, remedies
 from lazysched.solver.batches import accumulations
 from lazysched.solver.bounds import count_bound_s
+from lazysched.solver.input_checks import check_arguments, check_model
 from lazysched.solver.instance import (
     Candidate,
     Instance,
@@ -136,10 +137,10 @@ def solve(
     """
     if nvme_bytes:
         raise UsageError(f"nvme: {nvme_bytes} bytes: placement on NVMe is not there yet; use 0")
-    if time_limit_s <= 0 or not 0 <= gap < 1:
-        raise UsageError(f"time_limit_s: {time_limit_s}, gap: {gap}: use a positive time and a gap in [0, 1)")
+    check_arguments(time_limit_s, gap, seed, {"gpu": gpu_memory_bytes, "host": host_memory_bytes})
     if optimizer_state not in get_args(StateFormat):
         raise UsageError(f"optimizer_state: {optimizer_state!r} is not known; use {' or '.join(get_args(StateFormat))}")
+    check_model(profile)
     budget_bytes: dict[Tier, int] = {
         "gpu": _budget(profile, "gpu", gpu_memory_bytes),
         "host": _budget(profile, "host", host_memory_bytes),
