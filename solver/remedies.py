@@ -54,7 +54,7 @@ def described(remedy: Remedy, question: Question) -> str:
         return f"batch {remedy.batch_size} instead of {question.batch_size}"
     if isinstance(remedy, SmallerState):
         return f"optimizer state {remedy.optimizer_state} instead of {question.state_format}"
-    sizes = {tier: size for tier, size in _sizes(remedy).items() if size}
+    sizes: dict[Tier, int] = {tier: size for tier, size in _sizes(remedy).items() if size}
     more = " and ".join(f"+{_size(size, ' ')} {tier}" for tier, size in sizes.items())
     flags = [f"--{tier}-memory {_total(question.budget_bytes[tier], size)}" for tier, size in sizes.items()]
     return f"{more} ({' '.join(flags)})"
