@@ -2,7 +2,7 @@
 
     LazyschedError            exit 1   anything below; one line: what, value, remedy
     ├── UsageError            exit 2   input that can be named and mended before anything runs (also a ValueError)
-    ├── InfeasibleError       exit 1   no plan fits the budgets; carries the bytes that are missing
+    ├── InfeasibleError       exit 1   no plan fits the budgets; carries what is missing and what would help
     ├── TimeLimitError        exit 1   the solver stopped before it found any plan
     └── RunError              exit 1   training or measuring could not go on
         └── PinError          exit 1   host memory cannot be page-locked; carries how much was
@@ -11,6 +11,10 @@ A broken invariant of our own stays an ``AssertionError``.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
 
 
 class LazyschedError(Exception):
@@ -25,18 +29,48 @@ class UsageError(LazyschedError, ValueError):
     exit_code = 2
 
 
+@dataclass(frozen=True)
+class MoreMemory:
+    """Budgets larger by these bytes; where both are given, neither helps alone."""
+
+    gpu_bytes: int = 0
+    host_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class SmallerBatch:
+    """The largest batch below the one asked for that fits, in rows."""
+
+    batch_size: int
+
+
+@dataclass(frozen=True)
+class SmallerState:
+    """Another format of the optimizer state."""
+
+    optimizer_state: str
+
+
+Remedy: TypeAlias = MoreMemory | SmallerBatch | SmallerState
+"""One change to what was asked, after which a plan was found."""
+
+
 class InfeasibleError(LazyschedError):
     """No plan fits the memory budgets.
 
     Attributes:
         missing_bytes: tier -> bytes by which that tier's budget alone would have to grow;
             a tier that cannot help alone is absent.
+        remedies: changes each of which suffices.
     """
 
-    def __init__(self, message: str, missing_bytes: dict[str, int] | None = None) -> None:
-        """Keep the shortfall as data beside the message."""
+    def __init__(
+        self, message: str, missing_bytes: dict[str, int] | None = None, remedies: Sequence[Remedy] = ()
+    ) -> None:
+        """Keep shortfall and remedies as data beside the message."""
         super().__init__(message)
         self.missing_bytes = dict(missing_bytes or {})
+        self.remedies = tuple(remedies)
 
 
 class TimeLimitError(LazyschedError):

@@ -31,7 +31,7 @@ def parse_bytes(text: str, field: str = "size") -> int:
     if match and not match.group(2) and float(match.group(1)) == 0:
         return 0
     factor = _FACTORS.get(match.group(2).upper()) if match else None
-    if match is None or factor is None:
+    if match is None or factor is None or float(match.group(1)) > 1e30:
         raise UsageError(f"{field}: {text!r} is not a size; write for example 24GB or 22.5GiB")
     return round(float(match.group(1)) * factor)
 

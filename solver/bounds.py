@@ -8,11 +8,12 @@ v[k] is the share of vocabulary option k.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import pulp
 
+from lazysched.schemas import Tier
 from lazysched.solver.decisions import Expression
 from lazysched.solver.highs import solve_problem
 from lazysched.solver.instance import Instance, SaveOption, StageCosts, StateChoice
@@ -30,6 +31,16 @@ def count_bound_s(instance: Instance, budgets: Budgets, max_prefetch_depth: int)
     problem += period + 0
     _add_times(problem, instance, counts, period, max_prefetch_depth + 1)
     _add_memory(problem, instance, counts, budgets)
+    return solve_problem(problem, gap=0.0, time_limit_s=5.0, seed=0, relaxed=True).bound
+
+
+def least_missing_gb(instance: Instance, budgets: Budgets, elastic: Sequence[Tier]) -> float:
+    """No plan of this candidate needs fewer GB of the ``elastic`` tiers beyond ``budgets``; infinite if none does."""
+    problem = pulp.LpProblem("missing", pulp.LpMinimize)
+    slack: dict[str, pulp.LpVariable] = {tier: problem.add_variable(f"slack_{tier}", 0) for tier in elastic}
+    problem += pulp.lpSum(slack.values())
+    grown = Budgets(budgets.gpu_gb + slack.get("gpu", 0), budgets.host_gb + slack.get("host", 0), budgets.moved_gb)
+    _add_memory(problem, instance, _Counts(problem, instance), grown)
     return solve_problem(problem, gap=0.0, time_limit_s=5.0, seed=0, relaxed=True).bound
 
 

@@ -21,6 +21,7 @@ from lazysched.solver.plans import Choices
 from lazysched.solver.recipes import Found
 from lazysched.solver.search import improve
 from lazysched.solver.window_replay import ChoiceBatch, WindowReplay
+from lazysched.solver.workers import each_in_processes, in_worker
 
 PREFETCH_DEPTHS, D2H_LAGS = (1, 2), (0, 1, 2)
 FIRST_DEPTH, FIRST_LAG = 1, 1
@@ -64,12 +65,10 @@ def explore_all(tasks: Sequence[Task]) -> list[Explored]:
     """Explore ``tasks``, in processes of their own where there are cores and it is worth it."""
     num_workers = min(len(tasks), (os.cpu_count() or 1) // NUM_THREADS)
     num_blocks = sum(task.instance.num_blocks for task in tasks)
-    if num_workers < 2 or num_blocks < PARALLEL_BLOCKS:
+    if num_workers < 2 or num_blocks < PARALLEL_BLOCKS or in_worker():
         return [explore(task) for task in tasks]
-    from loky import get_reusable_executor  # type: ignore[import-untyped]
-
-    # Unlike multiprocessing's, these workers do not import the user's script once more.
-    return list(get_reusable_executor(max_workers=num_workers).map(explore, tasks))
+    explored = dict(each_in_processes(explore, tasks, num_workers))
+    return [explored[index] for index in range(len(tasks))]
 
 
 def explore(task: Task) -> Explored:

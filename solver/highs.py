@@ -1,8 +1,9 @@
-"""HiGHS inside this process, through PuLP, with a warm start and an honest account of how a solve ended.
+"""HiGHS inside this process, through PuLP, with a warm start, Ctrl-C and an honest account of how a solve ended.
 
-Three traps are handled here. A wall-clock stop with an incumbent is reported by PuLP as ``Optimal``: the status comes
+Four traps are handled here. A wall-clock stop with an incumbent is reported by PuLP as ``Optimal``: the status comes
 from HiGHS itself. ``pulp.HiGHS`` has no warm start: it is set between building and running. Another number of threads
-within one process silently yields no solution: the scheduler is reset before every solve.
+within one process silently yields no solution: the scheduler is reset before every solve. HiGHS does not notice
+Ctrl-C: its callbacks ask for it.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from typing import Any, Literal
 
 import highspy
 import pulp
+
+from lazysched.solver.interrupts import INTERRUPTS
 
 NUM_THREADS = 2
 """One fixed number, so that a plan does not depend on the machine that solves it."""
@@ -60,7 +63,15 @@ class _WarmHighs(pulp.HiGHS):  # PuLP has no types
             known = [variable for variable in lp.variables() if variable.name in self.start_values]
             values = [self.start_values[variable.name] for variable in known]
             lp.solverModel.setSolution(len(known), [variable.index for variable in known], values)
+        for callback in ("cbMipInterrupt", "cbSimplexInterrupt", "cbIpmInterrupt"):
+            getattr(lp.solverModel, callback).subscribe(_stop_if_interrupted)
         lp.solverModel.run()
+
+
+def _stop_if_interrupted(event: Any) -> None:
+    """HiGHS asks this many times a second whether to go on."""
+    if INTERRUPTS.pending:
+        event.interrupt()
 
 
 @contextlib.contextmanager
@@ -98,6 +109,9 @@ def solve_problem(
         seed: of HiGHS' random choices.
         start_values: variable name -> value, for the binaries of a known solution.
         relaxed: with True, integrality is dropped: a quick lower bound.
+
+    Raises:
+        KeyboardInterrupt: Ctrl-C came; the variables hold nothing then.
     """
     highspy.Highs.resetGlobalScheduler(True)
     solver = _WarmHighs(
@@ -105,7 +119,8 @@ def solve_problem(
         random_seed=seed, log_to_console=False,
     )  # fmt: skip
     solver.start_values = start_values or {}
-    problem.solve(solver)
+    with INTERRUPTS.held_back():
+        problem.solve(solver)
     return _outcome(problem, relaxed)
 
 

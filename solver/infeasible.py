@@ -1,37 +1,93 @@
-"""Why no plan fits: the fewest bytes by which budgets would have to grow, found by an elastic program.
+"""Whether any plan fits the memory, and which choices miss it by least: an elastic program.
 
 Only memory matters here, so the program has the memory rows alone, each budget with a slack that is minimised: one tier
-at a time, and all together. The answer is then taken from the plan itself, byte by byte.
+at a time, or all together. The answer is then taken from the lowered plan itself, byte by byte.
 """
 
 from __future__ import annotations
 
+import math
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from functools import cached_property
+from itertools import pairwise
 
 import pulp
 
-from lazysched.errors import InfeasibleError
-from lazysched.schemas import HostMemory, Tier
+from lazysched.lower import lower
+from lazysched.schemas import Profile, StateFormat, Tier
+from lazysched.solver.batches import accumulations
+from lazysched.solver.bounds import least_missing_gb
 from lazysched.solver.decisions import Decisions
+from lazysched.solver.explore import shallowest
 from lazysched.solver.highs import solve_problem
-from lazysched.solver.instance import GB, Candidate, Instance
+from lazysched.solver.instance import GB, Candidate, Instance, host_memories, offload_limits
 from lazysched.solver.memory_rows import Budgets, add_memory_rows
-from lazysched.solver.plans import Choices
-from lazysched.units import format_bytes
+from lazysched.solver.plans import Choices, make_plan
+from lazysched.solver.simulate import peak_bytes, pinned_bytes
 
-TIERS: tuple[Literal["gpu", "host"], ...] = ("gpu", "host")
-_FLAGS = {"gpu": "--gpu-memory", "host": "--host-memory"}
+TIERS: tuple[Tier, ...] = ("gpu", "host")
 _TIME_LIMIT_S = 2.0
-_GAP = 5e-3
+_GAP = 2e-3
 MARGIN_BYTES = 2000
 """Twice what HiGHS tolerates in a memory row (1e-6 GB): a plan that it calls fitting within the margin really fits."""
-_NUM_SOLVED = 2
-"""Instances whose elastic program is solved, by relaxed shortfall: the answer suffices, and is least within the gap."""
-_NUM_MICRO_BATCHES = 2
-"""Smallest micro-batches that are asked: larger ones have larger working sets. The whole batch at once is asked too:
-without accumulation no block needs an fp32 accumulator."""
+_NUM_SOLVED = 4
+"""Instances whose elastic program is solved at most, by a lower bound of their shortfall."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """What decides whether some plan fits.
+
+    Attributes:
+        profile: measurements.
+        batch_size: rows of a step.
+        budget_bytes: of each tier.
+        state_format: of the optimizer state.
+        make_instance: the coefficients of a candidate with state in a format.
+        seed: of HiGHS.
+    """
+
+    profile: Profile
+    batch_size: int
+    budget_bytes: Mapping[Tier, int]
+    state_format: StateFormat
+    make_instance: Callable[[Candidate, StateFormat], Instance]
+    seed: int
+
+    @cached_property
+    def instances(self) -> list[Instance]:
+        """Every combination worth asking: more slots only need more, and so does memory that is page-locked."""
+        memory = host_memories(self.profile, self.budget_bytes["host"])[-1]
+        candidates = [
+            shallowest(Candidate(size, count, offload_limit_bytes=limit, host_memory=memory))
+            for size, count in accumulations(self.profile, self.batch_size).items()
+            for limit in offload_limits(self.profile, size)
+        ]
+        made = [self.make_instance(candidate, self.state_format) for candidate in candidates]
+        return [instance for instance in made if instance.has_options]
+
+    def budgets(self, instance: Instance) -> Budgets:
+        """What buffers may fill, less a margin for what HiGHS tolerates."""
+        limit_bytes = self.profile.pin_limit_bytes
+        limited = limit_bytes is not None and instance.candidate.host_memory == "pinned"
+        margin_gb = MARGIN_BYTES / GB
+        return Budgets(
+            instance.usable_gpu_gb(self.budget_bytes["gpu"]) - margin_gb,
+            self.budget_bytes["host"] / GB - margin_gb,
+            limit_bytes / GB - margin_gb if limited and limit_bytes is not None else math.inf,
+        )
+
+    def over_bytes(self, closest: Closest) -> dict[str, int]:
+        """By how much the lowered plan exceeds each tier, and what can be page-locked; empty when it fits."""
+        plan = make_plan(closest.instance, closest.choices, budget_bytes=self.budget_bytes)
+        program = lower(plan, self.profile.stages)
+        peaks = peak_bytes(program, self.profile, plan.micro_batch)
+        over = {str(tier): peaks[tier] - self.budget_bytes[tier] for tier in TIERS}
+        if self.profile.pin_limit_bytes is not None:
+            over["pinned"] = pinned_bytes(program) - self.profile.pin_limit_bytes
+        return {name: size for name, size in over.items() if size > 0}
 
 
 @dataclass(frozen=True)
@@ -43,81 +99,64 @@ class Closest:
     missing_gb: float
 
 
-def closest(
-    instances: Sequence[Instance], budgets: Callable[[Instance], Budgets], elastic: Sequence[Tier], seed: int
-) -> Closest | None:
-    """Over all ``instances``, the choices that need least more of the ``elastic`` tiers while the others hold."""
+def fitting(question: Question) -> Closest | None:
+    """A plan that fits, or None; where HiGHS runs out of time, a plan that fits may be overlooked."""
+    nearest = closest(question, ())
+    return nearest if nearest is not None and not question.over_bytes(nearest) else None
+
+
+def closest(question: Question, elastic: Sequence[Tier]) -> Closest | None:
+    """The choices that need least more of the ``elastic`` tiers while the others hold; None where that cannot help."""
     ranked: list[tuple[float, int]] = []
-    for index, instance in enumerate(instances):
-        problem, _ = _elastic_program(instance, budgets(instance), elastic)
-        relaxed = solve_problem(problem, gap=0.0, time_limit_s=_TIME_LIMIT_S, seed=seed, relaxed=True)
-        if relaxed.status == "optimal":
-            ranked.append((relaxed.objective, index))
+    for index, instance in enumerate(question.instances):
+        bound_gb = least_missing_gb(instance, question.budgets(instance), elastic)
+        if bound_gb < math.inf:
+            ranked.append((bound_gb, index))
     best: Closest | None = None
     for bound_gb, index in sorted(ranked)[:_NUM_SOLVED]:
-        if best is not None and bound_gb >= best.missing_gb * (1 - _GAP):
+        limit_gb = math.inf if best is None else best.missing_gb * (1 - _GAP)
+        if bound_gb >= limit_gb:
             break
-        problem, decisions = _elastic_program(instances[index], budgets(instances[index]), elastic)
-        outcome = solve_problem(problem, gap=_GAP, time_limit_s=_TIME_LIMIT_S, seed=seed)
-        if outcome.has_solution and (best is None or outcome.objective < best.missing_gb):
-            best = Closest(instances[index], decisions.choices(), outcome.objective)
+        best = _solved(question.instances[index], question, elastic, limit_gb) or best
     return best
 
 
-def _elastic_program(instance: Instance, budgets: Budgets, elastic: Sequence[Tier]) -> tuple[pulp.LpProblem, Decisions]:
+def _solved(instance: Instance, question: Question, elastic: Sequence[Tier], limit_gb: float) -> Closest | None:
+    """The closest choices of one candidate if they miss less than ``limit_gb``."""
     problem = pulp.LpProblem("elastic", pulp.LpMinimize)
     decisions = Decisions(problem, instance)
-    margin_gb = MARGIN_BYTES / GB
-    budgets = Budgets(budgets.gpu_gb - margin_gb, budgets.host_gb - margin_gb, budgets.moved_gb - margin_gb)
     slack: dict[str, pulp.LpVariable] = {tier: problem.add_variable(f"slack_{tier}", 0) for tier in elastic}
-    add_memory_rows(problem, instance, decisions, budgets, slack)
+    add_memory_rows(problem, instance, decisions, question.budgets(instance), slack)
+    _order_equal_blocks(problem, instance, decisions)
     problem += pulp.lpSum(slack.values())
-    return problem, decisions
+    if elastic and limit_gb < math.inf:
+        problem += pulp.lpSum(slack.values()) <= limit_gb
+    outcome = solve_problem(problem, gap=_GAP, time_limit_s=_TIME_LIMIT_S, seed=question.seed)
+    if not outcome.has_solution:
+        return None
+    return Closest(instance, decisions.choices(), max(0.0, outcome.objective))
 
 
-def memory_candidates(
-    micro_batches: Mapping[int, int], limits: Mapping[int, Sequence[int]], host_memory: HostMemory
-) -> list[Candidate]:
-    """Candidates worth asking; a deeper prefetch only needs more.
+def _order_equal_blocks(problem: pulp.LpProblem, instance: Instance, decisions: Decisions) -> None:
+    """Of the many ways to give equal blocks the same choices leave one, or HiGHS would try them all.
 
-    Args:
-        micro_batches: micro-batch -> accumulation.
-        limits: micro-batch -> sizes that may be sent to the host.
-        host_memory: ``pageable`` where page-locking is limited: what does not fit then never will.
+    Memory does not ask which block has which state; what a block's window holds beside what is kept is best large while
+    little is kept, in early blocks.
     """
-    ascending = sorted(micro_batches.items())
-    asked = ascending[:_NUM_MICRO_BATCHES]
-    asked += [pair for pair in ascending[_NUM_MICRO_BATCHES:] if pair[1] == 1]
-    return [
-        Candidate(micro_batch, accumulation, offload_limit_bytes=limit, host_memory=host_memory)
-        for micro_batch, accumulation in asked
-        for limit in limits[micro_batch]
-    ]
+    groups: dict[tuple[int, ...], list[int]] = defaultdict(list)
+    for i, parts in enumerate(zip(instance.blocks, instance.saves, instance.states, strict=True)):
+        groups[tuple(map(id, parts))].append(i)
+    for members in groups.values():
+        options = instance.saves[members[0]]
+        largest_first = sorted(range(len(options)), key=lambda o: -options[o].working_gb)
+        for early, late in pairwise(members):
+            _order(
+                problem, [decisions.x[early][o] for o in largest_first], [decisions.x[late][o] for o in largest_first]
+            )
+            _order(problem, list(decisions.y[early].values()), list(decisions.y[late].values()))
 
 
-def explain(
-    missing: Mapping[tuple[Tier, ...], Mapping[Tier, int]], budget_bytes: Mapping[Tier, int]
-) -> InfeasibleError:
-    """The error to raise.
-
-    Args:
-        missing: tiers that were allowed to grow -> tier -> bytes by which the closest plan then exceeds its budget;
-            absent when growing those tiers cannot help.
-        budget_bytes: the budgets.
-    """
-    alone: dict[Tier, int] = {tier: missing[(tier,)][tier] for tier in TIERS if (tier,) in missing}
-    if alone:
-        wanted = " or ".join(_needs(tier, size, budget_bytes) for tier, size in alone.items())
-        helpless = [tier for tier in TIERS if tier not in alone]
-        note = f" (more {helpless[0]} memory alone cannot help)" if helpless else ""
-        flags = " or ".join(_FLAGS[tier] for tier in alone)
-    else:
-        both = missing[TIERS]
-        wanted = " and ".join(_needs(tier, size, budget_bytes) for tier, size in both.items() if size > 0)
-        note, flags = " (neither alone can help)", " and ".join(_FLAGS[tier] for tier in TIERS)
-    message = f"no plan fits: {wanted}{note}; raise {flags}, or profile a smaller --micro-batch or --seq-len"
-    return InfeasibleError(message, {str(tier): size for tier, size in alone.items()})
-
-
-def _needs(tier: Tier, size: int, budget_bytes: Mapping[Tier, int]) -> str:
-    return f"{tier} needs {format_bytes(size)} more than {format_bytes(budget_bytes[tier])}"
+def _order(problem: pulp.LpProblem, early: list[pulp.LpVariable], late: list[pulp.LpVariable]) -> None:
+    """``early`` takes no later one of its alternatives than ``late``."""
+    for count in range(1, len(early)):
+        problem += pulp.lpSum(late[:count]) <= pulp.lpSum(early[:count])

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-import multiprocessing
 import os
-import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from multiprocessing import resource_tracker
-from multiprocessing.connection import Connection, wait
-from multiprocessing.context import SpawnProcess
 from typing import Any
 
-from lazysched.errors import InfeasibleError, LazyschedError, RunError, UsageError
+from lazysched.errors import InfeasibleError, LazyschedError, UsageError
 from lazysched.schemas import Plan, Profile
 from lazysched.solver.solve import solve
+from lazysched.solver.workers import each_in_processes
 
 
 @dataclass(frozen=True)
@@ -72,74 +67,11 @@ def answer_all(requests: Sequence[Request], report: Callable[[int], None] | None
         RunError: a process that was solving died.
     """
     workers = min(os.cpu_count() or 1, len(requests))
-    pairs = _in_processes(requests, workers) if workers > 1 else ((i, answer(r)) for i, r in enumerate(requests))
+    in_turn = ((i, answer(request)) for i, request in enumerate(requests))
+    pairs = each_in_processes(answer, requests, workers) if workers > 1 else in_turn
     answers: dict[int, Answer] = {}
     for index, found in pairs:
         answers[index] = found
         if report is not None:
             report(len(answers))
     return [answers[index] for index in range(len(requests))]
-
-
-def _in_processes(requests: Sequence[Request], num_workers: int) -> Iterator[tuple[int, Answer]]:
-    """(index, answer) as they come. Workers have a pipe each and no threads, so they can be ended at any moment."""
-    waiting, busy = iter(enumerate(requests)), dict[Connection, int]()
-    workers: dict[Connection, SpawnProcess] = {}
-    try:
-        for _ in range(num_workers):
-            connection, process = _started()
-            workers[connection] = process
-        for connection in workers:
-            _hand_out(connection, waiting, busy)
-        while busy:
-            ready = wait(list(busy))
-            for connection in [known for known in busy if known in ready]:
-                found = connection.recv()
-                if isinstance(found, LazyschedError):
-                    raise found
-                yield busy.pop(connection), found
-                _hand_out(connection, waiting, busy)
-    except (EOFError, ConnectionError):
-        raise RunError("a process that was solving died, perhaps for lack of memory; free some") from None
-    finally:
-        for connection, process in workers.items():
-            process.terminate()
-            process.join()
-            connection.close()
-
-
-def _hand_out(connection: Connection, waiting: Iterator[tuple[int, Request]], busy: dict[Connection, int]) -> None:
-    """Give a worker the next request, if there is one."""
-    for index, request in waiting:
-        connection.send(request)
-        busy[connection] = index
-        return
-
-
-def _started() -> tuple[Connection, SpawnProcess]:
-    """A worker and the pipe to it."""
-    # Spawned, not forked: HiGHS and numpy have threads that a fork would leave half alive.
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=_serve, args=(theirs,), daemon=True)
-    resource_tracker.ensure_running()  # starting it later would undo the mask
-    # Workers inherit the mask: Ctrl-C, which reaches all processes, is for the main one to answer.
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        process.start()
-    finally:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-    theirs.close()
-    return ours, process
-
-
-def _serve(connection: Connection) -> None:
-    """Answer requests until the other end is closed."""
-    with contextlib.suppress(EOFError, ConnectionError):
-        while True:
-            request = connection.recv()
-            try:
-                found: Answer | LazyschedError = answer(request)
-            except LazyschedError as error:
-                found = error
-            connection.send(found)

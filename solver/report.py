@@ -33,6 +33,8 @@ def print_solution(solution: Solution, profile: Profile, console: Console) -> No
     console.print(_recipes_table(solution))
     report = plan.solver
     assert report is not None
+    if solution.interrupted:
+        console.print("interrupted: this is the best plan that was found until then")
     console.print(
         f"{report.status}: within {100 * report.gap:.1f} % of the lower bound {format_seconds(report.bound_s)}, "
         f"{sum(t.step_s is not None for t in solution.tried)} of {len(solution.tried)} combinations searched "

@@ -22,10 +22,11 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Literal, get_args
 
-from lazysched.errors import TimeLimitError, UsageError
+from lazysched.errors import UsageError
 from lazysched.lower import lower
 from lazysched.schemas import HostMemory, Plan, Profile, SolverReport, StateFormat, Tier, Update
-from lazysched.solver import infeasible, recipes
+from lazysched.solver import infeasible, recipes, remedies
+from lazysched.solver.batches import accumulations
 from lazysched.solver.bounds import count_bound_s
 from lazysched.solver.explore import (
     FIRST_DEPTH,
@@ -37,20 +38,22 @@ from lazysched.solver.explore import (
     shallowest,
     variations,
 )
+from lazysched.solver.input_checks import check_arguments, check_model
 from lazysched.solver.instance import (
     Candidate,
     Instance,
     check_profile,
     host_memories,
     offload_limits,
-    usable_micro_batches,
 )
+from lazysched.solver.interrupts import INTERRUPTS
 from lazysched.solver.memory_rows import Budgets
 from lazysched.solver.milp import PlacementProgram
 from lazysched.solver.pins import Pin, parse_pins
 from lazysched.solver.plans import Choices, make_plan
 from lazysched.solver.recipes import Found, Recipe
 from lazysched.solver.simulate import Timeline, simulate
+from lazysched.solver.window_replay import ChoiceBatch, WindowReplay
 
 ROUND = 4
 """Combinations that are explored against the same incumbent, so that the number of cores changes no plan."""
@@ -93,12 +96,14 @@ class Solution:
         timeline: its simulation.
         recipes: fixed recipes on the same budgets, simulated.
         tried: all combinations of the outer search, best bound first.
+        interrupted: whether Ctrl-C ended the search, so that the plan is the best of a part of it.
     """
 
     plan: Plan
     timeline: Timeline
     recipes: list[Recipe]
     tried: list[Tried]
+    interrupted: bool = False
 
 
 def solve(
@@ -139,13 +144,14 @@ def solve(
         UsageError: an argument is out of range, or the profile lacks a figure that is needed.
         InfeasibleError: no plan fits; says which budget binds and by how many bytes.
         TimeLimitError: nothing was found in time.
+        KeyboardInterrupt: Ctrl-C came before any plan was found; after that it ends the search, and a second one all.
     """
     if nvme_bytes:
         raise UsageError(f"nvme: {nvme_bytes} bytes: placement on NVMe is not there yet; use 0")
-    if time_limit_s <= 0 or not 0 <= gap < 1:
-        raise UsageError(f"time_limit_s: {time_limit_s}, gap: {gap}: use a positive time and a gap in [0, 1)")
+    check_arguments(time_limit_s, gap, seed, {"gpu": gpu_memory_bytes, "host": host_memory_bytes})
     if optimizer_state not in get_args(StateFormat):
         raise UsageError(f"optimizer_state: {optimizer_state!r} is not known; use {' or '.join(get_args(StateFormat))}")
+    check_model(profile)
     budget_bytes: dict[Tier, int] = {
         "gpu": _budget(profile, "gpu", gpu_memory_bytes),
         "host": _budget(profile, "host", host_memory_bytes),
@@ -204,18 +210,31 @@ class _Search:
         self.settings = settings
         self.profile = settings.profile
         self.started_s = time.monotonic()
-        self.accumulations = _accumulations(settings.profile, settings.batch_size)
+        self.accumulations = accumulations(settings.profile, settings.batch_size)
         self.limits = {size: offload_limits(settings.profile, size) for size in self.accumulations}
         self.instances: dict[Candidate, Instance] = {}
         self.found: dict[Candidate, Found] = {}
         self.bounds: dict[Candidate, float] = {}
         self.withheld_bytes: dict[Budget, int] = {"gpu": 0, "host": 0, "pinned": 0}
         self.simulated: dict[Found, tuple[Plan, Timeline]] = {}
+        self.compared: list[tuple[str, Found | None]] = []
 
     def run(self) -> Solution:
-        """All parts; tightens the budgets when the simulation of the winner exceeds them."""
+        """All parts; the best plan so far when Ctrl-C ends them early."""
+        try:
+            with INTERRUPTS.handled():
+                return self._search()
+        except KeyboardInterrupt:
+            solution = self._incumbent()
+            if solution is None:
+                raise
+            return solution
+
+    def _search(self) -> Solution:
+        """Tightens the budgets when the simulation of the winner exceeds them."""
         for _ in range(MAX_TIGHTENINGS + 1):
-            compared = self._recipes()
+            self.compared = []
+            self._recipes()
             self._bound_all()
             self._explore()
             self._vary()
@@ -223,36 +242,40 @@ class _Search:
                 self._first_that_fits()
             self._solve_best()
             self._prove()
-            winner = self._judge([found for _, found in compared if found is not None])
+            winner = self._judge()
             if winner is not None:
-                return self._solution(*winner, compared)
+                return self._solution(*winner)
             self.found.clear()
         raise AssertionError("memory rows and simulation disagree beyond tightening")
 
+    def _incumbent(self) -> Solution | None:
+        """What an interrupted search has found; combinations that it did not come to get the bound of their compute."""
+        winner = self._judge()
+        if winner is None:
+            return None
+        for candidate in self._combinations():
+            self.bounds.setdefault(candidate, self._instance(candidate).compute_bound_s)
+        return self._solution(*winner, interrupted=True)
+
     # ---- parts
 
-    def _recipes(self) -> list[tuple[str, Found | None]]:
-        compared = []
+    def _recipes(self) -> None:
         for rule in recipes.RULES:
             candidates = recipes.candidates_of_rule(
                 rule, self.accumulations, self.limits, self.settings.host_memories, PREFETCH_DEPTHS
             )
             instances = [instance for instance in map(self._instance, candidates) if instance.has_options]
             found = recipes.best_of_rule(rule, instances, self._budgets)
-            compared.append((rule.name, found))
+            self.compared.append((rule.name, found))
             if found is not None:
                 self._keep(found)
-        return compared
 
     def _bound_all(self) -> None:
         """Quick bounds of all combinations, which hold for every prefetch depth and D2H lag."""
         self.bounds.clear()
-        for size, accumulation in self.accumulations.items():
-            for limit, memory in itertools.product(self.limits[size], self.settings.host_memories):
-                first = Candidate(size, accumulation, FIRST_DEPTH, FIRST_LAG, limit, memory)
-                if self._instance(first).has_options:
-                    instance = self._instance(shallowest(first))
-                    self.bounds[first] = count_bound_s(instance, self._budgets(instance), max(PREFETCH_DEPTHS))
+        for first in self._combinations():
+            instance = self._instance(shallowest(first))
+            self.bounds[first] = count_bound_s(instance, self._budgets(instance), max(PREFETCH_DEPTHS))
         if not self.bounds:
             fixed = ", ".join(pin.text for pin in self.settings.pins)
             raise UsageError(
@@ -347,27 +370,22 @@ class _Search:
 
     def _first_that_fits(self) -> None:
         """The last resort: any plan that fits at all, or the explanation why there is none."""
-        memory = self.settings.host_memories[-1]
-        asked = infeasible.memory_candidates(self.accumulations, self.limits, memory)
-        instances = [instance for instance in map(self._instance, asked) if instance.has_options]
-        missing: dict[tuple[Tier, ...], dict[Tier, int]] = {}
-        elastic_sets: list[tuple[Tier, ...]] = [infeasible.TIERS, *((tier,) for tier in infeasible.TIERS)]
-        for elastic in elastic_sets:
-            nearest = infeasible.closest(instances, self._budgets, elastic, self.settings.seed)
-            if nearest is None:
-                continue
-            over = self._over_bytes(nearest.instance, nearest.choices)
-            if not any(over.values()):
-                self._improve(nearest.instance.candidate, nearest.choices)
-                return
-            missing[elastic] = {
-                tier: over[tier] + infeasible.MARGIN_BYTES if over[tier] else 0 for tier in infeasible.TIERS
-            }
-        if infeasible.TIERS not in missing:
-            raise TimeLimitError(f"no plan was found within {self.settings.time_limit_s:g} s; raise the time limit")
-        raise infeasible.explain(missing, self.settings.budget_bytes)
+        settings = self.settings
+        question = infeasible.Question(
+            self.profile, settings.batch_size, settings.budget_bytes, settings.state_format, self._make_instance,
+            settings.seed,
+        )  # fmt: skip
+        fitting = infeasible.fitting(question)
+        if fitting is None:
+            raise remedies.explain(question)
+        candidate, choices = fitting.instance.candidate, fitting.choices
+        evaluation = WindowReplay(fitting.instance).evaluate(ChoiceBatch.of([choices]))
+        # Its bytes were counted: it is kept even where the replay's memory rows, which count more, call it too large.
+        self._keep(Found(candidate, choices, float(evaluation.step_s[0])))
+        if self._remaining_s() > 0:
+            self._improve(candidate, choices)
 
-    def _judge(self, by_recipe: list[Found]) -> tuple[Found, Plan, Timeline] | None:
+    def _judge(self) -> tuple[Found, Plan, Timeline] | None:
         """Simulate the finalists; None when all exceed a budget, which is then tightened by the excess.
 
         The recipes' plans are among them: the quick replay ranks plans, the simulation may rank them otherwise.
@@ -375,6 +393,7 @@ class _Search:
         best: tuple[Found, Plan, Timeline] | None = None
         excess: Mapping[Budget, int] = {}
         finalists = sorted(self.found.values(), key=lambda f: f.step_s)[:NUM_FINALISTS]
+        by_recipe = [found for _, found in self.compared if found is not None]
         for found in [*finalists, *(found for found in by_recipe if found not in finalists)]:
             plan, timeline = self._simulate(found)
             over = self._over_budget(timeline)
@@ -388,13 +407,22 @@ class _Search:
 
     # ---- helpers
 
+    def _combinations(self) -> list[Candidate]:
+        """Every point of the outer search that what is fixed by hand allows, with the first depth and lag."""
+        listed = [
+            Candidate(size, accumulation, FIRST_DEPTH, FIRST_LAG, limit, memory)
+            for size, accumulation in self.accumulations.items()
+            for limit, memory in itertools.product(self.limits[size], self.settings.host_memories)
+        ]
+        return [candidate for candidate in listed if self._instance(candidate).has_options]
+
     def _instance(self, candidate: Candidate) -> Instance:
         if candidate not in self.instances:
-            settings = self.settings
-            self.instances[candidate] = Instance(
-                self.profile, candidate, settings.state_format, settings.update, settings.pins
-            )
+            self.instances[candidate] = self._make_instance(candidate, self.settings.state_format)
         return self.instances[candidate]
+
+    def _make_instance(self, candidate: Candidate, state_format: StateFormat) -> Instance:
+        return Instance(self.profile, candidate, state_format, self.settings.update, self.settings.pins)
 
     def _budgets(self, instance: Instance) -> Budgets:
         budget, withheld = self.settings.budget_bytes, self.withheld_bytes
@@ -448,17 +476,12 @@ class _Search:
         }
         return {name: max(0, size) for name, size in over.items()}
 
-    def _over_bytes(self, instance: Instance, choices: Choices) -> dict[Budget, int]:
-        return self._over_budget(self._simulate(Found(instance.candidate, choices, math.inf))[1])
-
-    def _solution(
-        self, found: Found, plan: Plan, timeline: Timeline, compared: list[tuple[str, Found | None]]
-    ) -> Solution:
+    def _solution(self, found: Found, plan: Plan, timeline: Timeline, interrupted: bool = False) -> Solution:
         objective_s = timeline.step_s
         bound_s = min([objective_s, *self.bounds.values()])
         gap = (objective_s - bound_s) / objective_s
         report = SolverReport(
-            status="optimal" if gap <= self.settings.gap else "feasible",
+            status="optimal" if gap <= self.settings.gap and not interrupted else "feasible",
             objective_s=objective_s,
             bound_s=bound_s,
             gap=gap,
@@ -466,28 +489,14 @@ class _Search:
             time_s=self._elapsed_s(),
             versions={name: version(name) for name in ("highspy", "pulp")},
         )
-        shown = [Recipe(name, *(self._simulate(r) if r is not None else (None, None))) for name, r in compared]
+        shown = [Recipe(name, *(self._simulate(r) if r is not None else (None, None))) for name, r in self.compared]
         tried = [
             Tried(c, bound, self.found[c].step_s if c in self.found else None)
             for c, bound in sorted(self.bounds.items(), key=lambda item: item[1])
         ]
         plan = plan.model_copy(update={"predicted": timeline.prediction(), "solver": report, "profile": self.profile})
-        return Solution(plan, timeline, shown, tried)
+        return Solution(plan, timeline, shown, tried, interrupted)
 
 
 def _step_s(found: Found) -> float:
     return found.step_s
-
-
-def _accumulations(profile: Profile, batch_size: int) -> dict[int, int]:
-    """Micro-batch -> accumulation for every usable micro-batch that divides the batch."""
-    if batch_size < 1:
-        raise UsageError(f"batch_size: {batch_size} is no batch; use at least 1")
-    sizes = usable_micro_batches(profile)
-    result = {size: batch_size // size for size in sizes if batch_size % size == 0}
-    if not result:
-        raise UsageError(
-            f"batch_size: {batch_size} is no multiple of a profiled micro-batch ({', '.join(map(str, sizes))}); "
-            f"change it or profile with --micro-batch"
-        )
-    return result

@@ -53,11 +53,12 @@ class Document(Schema):
             temporary.write_text(text + "\n", encoding="utf-8")
             temporary.replace(target)
         except OSError as error:
-            with contextlib.suppress(OSError):
-                temporary.unlink(missing_ok=True)
             raise UsageError(
                 f"{target}: cannot be written ({error.strerror}); name a file in a folder you may write"
             ) from None
+        finally:  # after Ctrl-C too
+            with contextlib.suppress(OSError):
+                temporary.unlink(missing_ok=True)
 
     @classmethod
     def load(cls, path: str | Path) -> Self:

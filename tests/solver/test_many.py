@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 from typing import Any
 
+import psutil  # type: ignore[import-untyped]
 import pytest
 
 from lazysched.errors import RunError
+from lazysched.solver import explore, solve, workers
+from lazysched.solver.highs import NUM_THREADS
 from lazysched.solver.many import Request, answer_all
 from tests.solver.synthetic import tiny_profile
 
@@ -31,7 +33,7 @@ def test_a_worker_that_dies_is_told() -> None:
     request = Request(Deadly(), {})  # type: ignore[arg-type]
     with pytest.raises(RunError, match="a process that was solving died"):
         answer_all([request, request])
-    assert multiprocessing.active_children() == []
+    assert psutil.Process().children() == []
 
 
 def test_an_interrupt_ends_the_workers_at_once() -> None:
@@ -40,4 +42,24 @@ def test_an_interrupt_ends_the_workers_at_once() -> None:
 
     with pytest.raises(KeyboardInterrupt):
         answer_all([Request(tiny_profile(2), SETTINGS)] * 4, interrupt)
-    assert multiprocessing.active_children() == []
+    assert psutil.Process().children() == []
+
+
+def test_combinations_explored_in_processes_give_the_same_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    profile = tiny_profile(4, micro_batches=(1, 2))
+    settings: dict[str, Any] = {"batch_size": 2, "gpu_memory_bytes": 70 * 10**6, "host_memory_bytes": 10**9}
+    alone = solve(profile, **settings)
+    started: list[int] = []
+    real = workers._started
+
+    def counted() -> Any:
+        started.append(1)
+        return real()
+
+    monkeypatch.setattr(workers, "_started", counted)
+    monkeypatch.setattr("os.cpu_count", lambda: 2 * NUM_THREADS)
+    monkeypatch.setattr(explore, "PARALLEL_BLOCKS", 1)
+    together = solve(profile, **settings)
+    assert started
+    assert together.plan.stages == alone.plan.stages
+    assert psutil.Process().children() == []

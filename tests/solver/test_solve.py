@@ -192,11 +192,11 @@ class TestInfeasible:
     def test_says_which_budget_and_how_much(self) -> None:
         least = min(gpu for _, gpu, _ in every_plan(2, tied=False))
         with pytest.raises(
-            InfeasibleError, match=r"gpu needs 3 MB more than .* MB \(more host memory alone cannot help\)"
+            InfeasibleError, match=r"no plan fits .* of gpu and 1 GB of host memory: \+3\.\d+ MB gpu"
         ) as e:
             solved(tiny_profile(2), least - 3 * MB)
         assert set(e.value.missing_bytes) == {"gpu"}
-        assert 3 * MB <= e.value.missing_bytes["gpu"] <= 3 * MB + MARGIN_BYTES
+        assert 3 * MB <= e.value.missing_bytes["gpu"] <= 3 * MB + 2 * MARGIN_BYTES
 
     @settings(max_examples=6, deadline=None)
     @given(gpu=st.integers(5, 60), host=st.integers(1, 60))
@@ -228,7 +228,7 @@ class TestInfeasible:
             with pytest.raises(InfeasibleError) as error:
                 solve(profile, batch_size=4, gpu_memory_bytes=10**9, host_memory_bytes=10**12)
             missing.append(error.value.missing_bytes["gpu"])
-        assert missing[0] <= missing[1] + MARGIN_BYTES
+        assert missing[0] <= missing[1] * 1.005
 
 
 class TestRefusals:

@@ -1,0 +1,167 @@
+"""What to change so that a plan fits: every remedy is proposed only after a plan was found with it.
+
+NVMe becomes a remedy in ``remedies`` once the runtime executes plans with that tier.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+from lazysched.errors import InfeasibleError, MoreMemory, Remedy, SmallerBatch, SmallerState, TimeLimitError, UsageError
+from lazysched.schemas import Tier
+from lazysched.solver.batches import max_accumulation
+from lazysched.solver.bounds import least_missing_gb
+from lazysched.solver.infeasible import MARGIN_BYTES, TIERS, Question, closest, fitting
+from lazysched.solver.instance import Candidate, check_profile, host_memories, offload_limits, usable_micro_batches
+from lazysched.units import format_bytes
+
+NUM_FIGURES = 4
+"""Of a size that is missing: rounding up adds a thousandth at most."""
+MAX_GROWTHS = 3
+"""How often a budget is raised until a plan fits: once for what is missing, again where the lowered plan disagrees with
+the memory rows."""
+
+
+def explain(question: Question) -> InfeasibleError:
+    """The error that says what no plan fits into and what would help.
+
+    Raises:
+        TimeLimitError: not even unlimited memory yielded a plan within the time that the elastic program has.
+    """
+    found = remedies(question)
+    if not found:
+        raise TimeLimitError("no plan was found, nor what is missing for one; profile a smaller --micro-batch")
+    budget = question.budget_bytes
+    message = f"no plan fits {format_bytes(budget['gpu'])} of gpu and {format_bytes(budget['host'])} of host memory: "
+    alone = [r for r in found if isinstance(r, MoreMemory) and not (r.gpu_bytes and r.host_bytes)]
+    missing = {str(tier): size for r in alone for tier, size in _sizes(r).items() if size}
+    return InfeasibleError(message + ", or ".join(described(r, question) for r in found), missing, found)
+
+
+def remedies(question: Question) -> list[Remedy]:
+    """Changes each of which suffices: more memory, a smaller batch, smaller optimizer state."""
+    found: list[Remedy] = [r for tier in TIERS if (r := _more_memory(question, [tier])) is not None]
+    if not found and (both := _more_memory(question, TIERS)) is not None:
+        found.append(both)
+    return [*found, *_smaller_batch(question), *_smaller_state(question)]
+
+
+def described(remedy: Remedy, question: Question) -> str:
+    """The remedy in words, as ``+3.412 GB gpu (--gpu-memory 9.412GB)``."""
+    if isinstance(remedy, SmallerBatch):
+        return f"batch {remedy.batch_size} instead of {question.batch_size}"
+    if isinstance(remedy, SmallerState):
+        return f"optimizer state {remedy.optimizer_state} instead of {question.state_format}"
+    sizes: dict[Tier, int] = {tier: size for tier, size in _sizes(remedy).items() if size}
+    more = " and ".join(f"+{_size(size, ' ')} {tier}" for tier, size in sizes.items())
+    flags = [f"--{tier}-memory {_total(question.budget_bytes[tier], size)}" for tier, size in sizes.items()]
+    return f"{more} ({' '.join(flags)})"
+
+
+# ---- memory
+
+
+def _more_memory(question: Question, tiers: Sequence[Tier]) -> MoreMemory | None:
+    """The least growth of ``tiers`` with which a plan fits, rounded up to what is printed."""
+    more: dict[Tier, int] = dict.fromkeys(TIERS, 0)
+    for _ in range(MAX_GROWTHS):
+        grown = replace(
+            question, budget_bytes={tier: size + more.get(tier, 0) for tier, size in question.budget_bytes.items()}
+        )
+        nearest = closest(grown, tiers)
+        if nearest is None:
+            return None
+        over = grown.over_bytes(nearest)
+        if not over:
+            return MoreMemory(gpu_bytes=more["gpu"], host_bytes=more["host"])
+        if not set(over) <= set(tiers):
+            return None
+        for tier in tiers:
+            if tier in over:
+                more[tier] = _rounded_up(more[tier] + over[tier] + MARGIN_BYTES)
+    return None
+
+
+def _sizes(remedy: MoreMemory) -> dict[Tier, int]:
+    return {"gpu": remedy.gpu_bytes, "host": remedy.host_bytes}
+
+
+def _grain(size: int) -> int:
+    """The unit of the last figure that is printed of ``size``."""
+    return int(10 ** max(0, len(str(size)) - NUM_FIGURES))
+
+
+def _rounded_up(size: int) -> int:
+    return -(-size // _grain(size)) * _grain(size)
+
+
+def _total(budget_bytes: int, more_bytes: int) -> str:
+    """The grown budget as a flag takes it, no finer than what it grows by."""
+    grain = _grain(more_bytes)
+    return _size(-(-(budget_bytes + more_bytes) // grain) * grain, "")
+
+
+def _size(num_bytes: int, space: str) -> str:
+    """Exactly ``num_bytes``, in the unit that suits it."""
+    unit, power = next((u, p) for u, p in (("GB", 9), ("MB", 6), ("kB", 3), ("B", 0)) if num_bytes >= 10**p or not p)
+    whole, rest = divmod(num_bytes, 10**power)
+    digits = f"{rest:0{power}d}".rstrip("0") if power else ""
+    return f"{whole}{'.' if digits else ''}{digits}{space}{unit}"
+
+
+# ---- batch and state
+
+
+def _smaller_batch(question: Question) -> Iterator[SmallerBatch]:
+    """The most rows below the batch, as micro-batches of any profiled size, that fit."""
+    best = 0
+    for size in usable_micro_batches(question.profile):
+        low, high = best // size + 1, min((question.batch_size - 1) // size, max_accumulation(question.profile))
+
+        def may_fit(count: int, size: int = size) -> bool:
+            return _may_fit(question, size, count)
+
+        def fits(count: int, size: int = size) -> bool:
+            return fitting(replace(question, batch_size=size * count)) is not None
+
+        count = _largest(low, high, may_fit)
+        if count is not None and not fits(count):
+            count = _largest(low, count - 1, fits)
+        best = best if count is None else size * count
+    if best:
+        yield SmallerBatch(best)
+
+
+def _may_fit(question: Question, size: int, count: int) -> bool:
+    """Whether ``count`` micro-batches of ``size`` rows pass the quick bound; what fits does."""
+    memory = host_memories(question.profile, question.budget_bytes["host"])[-1]
+    for limit in offload_limits(question.profile, size):
+        candidate = Candidate(size, count, offload_limit_bytes=limit, host_memory=memory)
+        instance = question.make_instance(candidate, question.state_format)
+        if least_missing_gb(instance, question.budgets(instance), ()) < math.inf:
+            return True
+    return False
+
+
+def _largest(low: int, high: int, works: Callable[[int], bool]) -> int | None:
+    """The largest number in ``low..high`` that works, where all below one that works do; None if none does."""
+    if low > high or not works(low):
+        return None
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if works(middle) else (low, middle - 1)
+    return low
+
+
+def _smaller_state(question: Question) -> Iterator[SmallerState]:
+    if question.state_format == "hybrid8":
+        return
+    other = replace(question, state_format="hybrid8")
+    try:
+        check_profile(other.profile, "hybrid8", host_memories(other.profile, other.budget_bytes["host"]))
+    except UsageError:  # not measured, so that no plan can be made with it
+        return
+    if fitting(other) is not None:
+        yield SmallerState("hybrid8")

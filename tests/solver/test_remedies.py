@@ -1,0 +1,203 @@
+"""Every remedy of an infeasible problem works, is named so that it can be taken, and is hardly more than needed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lazysched.errors import InfeasibleError, MoreMemory, SmallerBatch, SmallerState, UsageError
+from lazysched.schemas import Profile, Rate, StateFormat
+from lazysched.solver import Solution, solve
+from lazysched.solver.remedies import NUM_FIGURES
+from lazysched.units import parse_bytes
+from tests.solver.synthetic import CARD, SHAPE_3B, large_profile, tiny_profile
+
+MB = 1_000_000
+GB = 1000 * MB
+LESS = 0.99
+"""Of what a remedy adds, too little: rounding up and HiGHS' gap add less than what is left out."""
+CAUGHT_BYTES = 20_000
+"""A shortage below it drowns in the margins."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Arguments of ``solve`` that decide whether a plan fits."""
+
+    profile: Profile
+    batch_size: int
+    gpu_memory_bytes: int
+    host_memory_bytes: int
+    optimizer_state: StateFormat = "hybrid8"
+
+    def solve(self) -> Solution:
+        return solve(**{**vars(self), "time_limit_s": 5})
+
+    def refused(self) -> InfeasibleError:
+        with pytest.raises(InfeasibleError) as caught:
+            self.solve()
+        return caught.value
+
+
+def parsed(asked: Asked, message: str) -> list[dict[str, Any]]:
+    """Changed arguments of every remedy in ``message``, as a person would read them; once for sums, once for flags."""
+    found: list[dict[str, Any]] = []
+    for text in message.partition("memory: ")[2].split(", or "):
+        if batch := re.fullmatch(rf"batch (\d+) instead of {asked.batch_size}", text):
+            found.append({"batch_size": int(batch.group(1))})
+        elif state := re.fullmatch(r"optimizer state (\w+) instead of fp32", text):
+            found.append({"optimizer_state": state.group(1)})
+        else:
+            sums = re.findall(r"\+([\d.]+ \w+) (gpu|host)", text)
+            flags = re.findall(r"--(gpu|host)-memory ([\d.]+\w+)", text)
+            assert len(sums) == len(flags) > 0, text
+            before = vars(asked)
+            found.append({n: before[n] + parse_bytes(size) for size, tier in sums for n in [f"{tier}_memory_bytes"]})
+            found.append({f"{tier}_memory_bytes": parse_bytes(size) for tier, size in flags})
+    return found
+
+
+def keeps(solution: Solution, asked: Asked) -> bool:
+    """Whether the plan stays within what was asked for."""
+    peaks = solution.timeline.peak_bytes
+    return peaks["gpu"] <= asked.gpu_memory_bytes and peaks["host"] <= asked.host_memory_bytes
+
+
+def with_less(asked: Asked, change: Mapping[str, Any], name: str) -> Asked | None:
+    """``asked`` with a hundredth less of what the remedy adds to one budget; None where that is next to nothing."""
+    before = vars(asked)[name]
+    if (change[name] - before) * (1 - LESS) < CAUGHT_BYTES:
+        return None
+    return replace(asked, **{**change, name: before + int((change[name] - before) * LESS)})
+
+
+def check_all(asked: Asked, error: InfeasibleError) -> None:
+    for change in parsed(asked, str(error)):
+        remedied = replace(asked, **change)
+        assert keeps(remedied.solve(), remedied), change
+        for name in change:
+            less = with_less(asked, change, name) if name.endswith("_bytes") else None
+            if less is not None:
+                less.refused()
+
+
+@settings(max_examples=5, deadline=None)
+@given(
+    gpu=st.integers(5, 60), host=st.integers(1, 60), batch=st.sampled_from([1, 2, 6]), tied=st.booleans(),
+    state=st.sampled_from(["hybrid8", "fp32"]), saved=st.integers(1, 20),
+)  # fmt: skip
+def test_remedies_work_and_less_does_not(
+    gpu: int, host: int, batch: int, tied: bool, state: StateFormat, saved: int
+) -> None:
+    profile = tiny_profile(2, micro_batches=(1, 2), tied=tied, saved_bytes=saved * MB)
+    asked = Asked(profile, batch, gpu * MB, host * MB, state)
+    try:
+        asked.solve()
+    except InfeasibleError as refused:
+        error = refused
+    else:
+        return
+    assert error.remedies
+    check_all(asked, error)
+
+
+def test_one_tier_that_helps_alone() -> None:
+    asked = Asked(tiny_profile(3), 1, 30 * MB, 1 * GB)
+    error = asked.refused()
+    assert [type(remedy) for remedy in error.remedies] == [MoreMemory]
+    remedy = error.remedies[0]
+    assert isinstance(remedy, MoreMemory)
+    assert error.missing_bytes == {"gpu": remedy.gpu_bytes}
+    assert remedy.host_bytes == 0
+    assert len(str(remedy.gpu_bytes).rstrip("0")) <= NUM_FIGURES
+    assert "host-memory" not in str(error)
+
+
+def test_both_together_where_neither_helps_alone() -> None:
+    # The host always holds a batch, 256 bytes; the GPU a working set.
+    asked = Asked(tiny_profile(3), 1, 2 * MB, 100)
+    error = asked.refused()
+    (remedy,) = error.remedies
+    assert isinstance(remedy, MoreMemory)
+    assert min(remedy.gpu_bytes, remedy.host_bytes) > 0
+    assert error.missing_bytes == {}
+    assert re.search(r"\+[\d.]+ MB gpu and \+[\d.]+ .?B host \(--gpu-memory \S+ --host-memory \S+\)", str(error))
+    check_all(asked, error)
+
+
+class TestBatch:
+    def asked(self, gpu_memory_bytes: int) -> Asked:
+        # Every row of a step adds hidden states; a micro-batch of 5 rows has a working set of its own.
+        profile = tiny_profile(2, micro_batches=(3, 5))
+        return Asked(profile, 30, gpu_memory_bytes, 1 * GB)
+
+    def test_it_is_the_largest_of_any_micro_batch(self) -> None:
+        whole = self.asked(1 * GB)
+        sizes = sorted({m * k for m in (3, 5) for k in range(1, 10)} | {30})
+        least = {}
+        for size in sizes:
+            asked = replace(whole, batch_size=size, gpu_memory_bytes=1 * MB)
+            least[size] = 1 * MB + asked.refused().missing_bytes["gpu"]
+        for budget in (least[9], least[20], least[25], (least[12] + least[15]) // 2):
+            asked = replace(whole, gpu_memory_bytes=budget)
+            if least[30] <= budget:
+                continue
+            expected = max(size for size in sizes if least[size] <= budget)
+            assert SmallerBatch(expected) in asked.refused().remedies
+
+    def test_none_is_listed_where_even_one_micro_batch_is_too_much(self) -> None:
+        error = self.asked(1 * MB).refused()
+        assert not any(isinstance(remedy, SmallerBatch) for remedy in error.remedies)
+        assert "batch" not in str(error)
+
+
+class TestState:
+    def asked(self, **changes: Any) -> Asked:
+        return replace(Asked(tiny_profile(3), 1, 1 * GB, 1 * GB, "fp32"), **changes)
+
+    def tight(self) -> Asked:
+        """Enough for hybrid8 alone."""
+        small = self.asked(optimizer_state="hybrid8", gpu_memory_bytes=20 * MB, host_memory_bytes=20 * MB)
+        return replace(small, gpu_memory_bytes=20 * MB + small.refused().missing_bytes["gpu"], optimizer_state="fp32")
+
+    def test_hybrid8_where_it_suffices(self) -> None:
+        error = self.tight().refused()
+        assert SmallerState("hybrid8") in error.remedies
+        assert "optimizer state hybrid8 instead of fp32" in str(error)
+
+    def test_not_where_it_does_not(self) -> None:
+        error = self.asked(gpu_memory_bytes=10 * MB, host_memory_bytes=10 * MB).refused()
+        assert SmallerState("hybrid8") not in error.remedies
+
+    def test_not_where_its_update_was_not_measured(self) -> None:
+        asked = self.tight()
+        update = {
+            **asked.profile.update,
+            "cpu": {"fp32": asked.profile.update["cpu"]["fp32"], "hybrid8": Rate(per_s=None, reason="no compiler")},
+        }
+        asked = replace(asked, profile=asked.profile.model_copy(update={"update": update}))
+        with pytest.raises(UsageError):
+            replace(asked, optimizer_state="hybrid8").solve()
+        assert SmallerState("hybrid8") not in asked.refused().remedies
+
+
+def test_limited_page_locking_is_kept_in_mind() -> None:
+    profile = tiny_profile(3).model_copy(update={"pin_limit_bytes": 20 * MB})
+    links = {**profile.links, "h2d_pageable": profile.links["h2d"], "d2h_pageable": profile.links["d2h"]}
+    asked = Asked(profile.model_copy(update={"links": links}), 1, 30 * MB, 10 * MB)
+    check_all(asked, asked.refused())
+
+
+def test_a_large_model() -> None:
+    profile = large_profile(SHAPE_3B, CARD, 32, micro_batches=(1, 4))
+    asked = Asked(profile, 16, 5 * GB, 24 * GB)
+    error = asked.refused()
+    for remedy in error.remedies:
+        assert not isinstance(remedy, SmallerState)
+    check_all(asked, error)
