@@ -74,8 +74,8 @@ def main() -> None:
         return
     for name in [options.case] if options.case else [*CASES, PEERS, RANDOM]:
         figures = _figures(name, options, console)
-        _save(name, figures, options.machine)
-    _save("all", _worst(options.machine), options.machine)
+        _save(name, figures, options)
+    _save("all", _worst(options.machine), options)
     _show_not_yet(console)
 
 
@@ -168,9 +168,11 @@ def _worst(machine: str) -> list[Figure]:
     ]
 
 
-def _save(case: str, figures: list[Figure], machine: str) -> None:
+def _save(case: str, figures: list[Figure], options: argparse.Namespace) -> None:
     command = "python benchmarks/solver.py" + (f" --case {case}" if case != "all" else "")
-    save_rows("solver", [make_row(case, name, value, unit, machine, command) for name, value, unit in figures])
+    if case == RANDOM:
+        command += f" --instances {options.instances} --minutes {options.minutes:g}"
+    save_rows("solver", [make_row(case, name, value, unit, options.machine, command) for name, value, unit in figures])
 
 
 def _finite(value: float) -> float | None:

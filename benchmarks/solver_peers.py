@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 import time
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
@@ -20,7 +21,6 @@ from tests.solver.random_instances import Scenario, broken_promises
 from tests.solver.synthetic import SHAPE_3B
 
 NUM_PROCESSES = 2
-CHUNK = 10
 TIME_LIMIT_S, GAP = 0.1, 0.01
 """Of one random instance: promises must hold wherever the search stops."""
 SETS = {"two options": ("all", "input"), "all variants": ("all", "half", "tenth", "input")}
@@ -35,48 +35,36 @@ class Checked:
     infeasible: int = 0
     broken: list[str] = field(default_factory=list)
 
-    def add(self, other: Checked) -> None:
-        """Sum up."""
-        self.solved += other.solved
-        self.infeasible += other.infeasible
-        self.broken += other.broken
+    def add(self, seed: int, future: Future[list[str] | None]) -> None:
+        """Count what became of one instance; an exception is a broken promise too."""
+        error = future.exception()
+        broken = [f"{type(error).__name__}: {error}"] if error else future.result()
+        self.infeasible += broken is None
+        self.solved += broken is not None and error is None
+        self.broken += [f"seed {seed}: {line}" for line in broken or []]
 
 
 def check_instances(count: int, minutes: float) -> Checked:
     """Instances of seeds from 0 on, until ``count`` or until the time is up."""
-    until_s, total = time.monotonic() + 60 * minutes, Checked()
-    starts = iter(range(0, count, CHUNK))
-    running: set[Future[Checked]] = set()
+    until_s, checked = time.monotonic() + 60 * minutes, Checked()
+    seeds = iter(range(count))
+    running: dict[Future[list[str] | None], int] = {}
     with ProcessPoolExecutor(NUM_PROCESSES) as pool:
         while True:
-            while len(running) < 2 * NUM_PROCESSES and time.monotonic() < until_s:
-                start = next(starts, None)
-                if start is None:
-                    break
-                running.add(pool.submit(check_seeds, start, min(start + CHUNK, count)))
+            for seed in itertools.islice(seeds, 2 * NUM_PROCESSES - len(running)):
+                if time.monotonic() < until_s:
+                    running[pool.submit(check_seed, seed)] = seed
             if not running:
-                return total
-            done, running = wait(running, return_when=FIRST_COMPLETED)
-            for future in done:
-                total.add(future.result())
+                return checked
+            for future in wait(running, return_when=FIRST_COMPLETED).done:
+                checked.add(running.pop(future), future)
 
 
-def check_seeds(start: int, stop: int) -> Checked:
-    """Instances of seeds ``start`` to ``stop`` (exclusive), in this process."""
-    checked = Checked()
-    for seed in range(start, stop):
-        scenario = Scenario.of_seed(seed)
-        try:
-            solution = scenario.solved(time_limit_s=TIME_LIMIT_S, gap=GAP)
-        except Exception as error:  # the benchmark counts what escapes, whatever it is
-            checked.broken.append(f"seed {seed}: {type(error).__name__}: {error}")
-            continue
-        if solution is None:
-            checked.infeasible += 1
-            continue
-        checked.solved += 1
-        checked.broken += [f"seed {seed}: {line}" for line in broken_promises(solution, scenario)]
-    return checked
+def check_seed(seed: int) -> list[str] | None:
+    """What is broken of one instance; None where no plan fits."""
+    scenario = Scenario.of_seed(seed)
+    solution = scenario.solved(time_limit_s=TIME_LIMIT_S, gap=GAP)
+    return None if solution is None else broken_promises(solution, scenario)
 
 
 @dataclass(frozen=True)

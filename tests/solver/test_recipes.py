@@ -12,7 +12,7 @@ from lazysched.solver import solve
 from lazysched.solver.instance import STATE_CHOICES, Candidate, Instance, offload_limits
 from lazysched.solver.memory_rows import Budgets
 from lazysched.solver.plans import Choices
-from lazysched.solver.recipes import RULES, best_of_rule, candidates_of_rule
+from lazysched.solver.recipes import COARSE, RULES, best_of_rule, candidates_of_rule
 from lazysched.solver.window_replay import ChoiceBatch, WindowReplay
 from tests.solver.synthetic import tiny_profile
 
@@ -96,3 +96,20 @@ def test_inputs_may_be_split_between_gpu_and_host() -> None:
     assert found is not None
     assert found.choices.saves.count(options[0]) >= 2
     assert WindowReplay(moving).memory(ChoiceBatch.of([found.choices])).gpu_gb[0] <= least_gb + 0.002 + 1e-9
+
+
+@pytest.mark.parametrize("gpu_gb", [0.3, 0.305, 0.31, 0.315])
+def test_of_many_blocks_the_best_number_is_found_between_those_tried_at_first(gpu_gb: float) -> None:
+    num_blocks = 2 * COARSE + 6
+    profile, rule = tiny_profile(num_blocks, cpu_params_per_s=20e6), RULES[1]
+    instance, budgets = Instance(profile, Candidate(1, 1), "hybrid8", Update()), Budgets(gpu_gb, 10.0)
+    save = next(k for k, option in enumerate(instance.saves[0]) if option.variant.name == "input")
+    every = [
+        Choices(("gpu",) * n + ("streamed",) * (num_blocks - n), (save,) * num_blocks, kind)
+        for n in range(num_blocks + 1)
+        for kind in range(len(instance.vocabulary_options))
+    ]
+    evaluation = WindowReplay(instance).evaluate(ChoiceBatch.of(every))
+    found = best_of_rule(rule, [instance], lambda _: budgets)
+    assert found is not None
+    assert found.step_s <= min(evaluation.step_s[evaluation.fits(budgets)]) * (1 + 1e-9)
