@@ -19,7 +19,7 @@ from lazysched.solver.memory_rows import Budgets
 from lazysched.solver.milp import PlacementProgram
 from lazysched.solver.plans import Choices
 from lazysched.solver.recipes import Found
-from lazysched.solver.search import improve
+from lazysched.solver.search import improve, simplified
 from lazysched.solver.window_replay import ChoiceBatch, WindowReplay
 from lazysched.solver.workers import each_in_processes, in_worker
 
@@ -92,6 +92,8 @@ def polished(instance: Instance, budgets: Budgets, start: Choices, seed: int) ->
     """The best plan that descent from ``start`` finds, if it fits."""
     replay = WindowReplay(instance)
     choices = improve(replay, budgets, start, seed=seed, max_rounds=MAX_ROUNDS)
+    if replay.fits(ChoiceBatch.of([choices]), budgets)[0]:
+        choices = simplified(replay, budgets, choices)
     evaluation = replay.evaluate(ChoiceBatch.of([choices]))
     if not evaluation.fits(budgets)[0]:
         return None

@@ -11,7 +11,7 @@ import numpy as np
 from lazysched.solver.instance import STATE_CHOICES, Instance
 from lazysched.solver.memory_rows import Budgets
 from lazysched.solver.plans import Choices
-from lazysched.solver.window_replay import ChoiceBatch, Evaluation, Floats, Ints, WindowReplay
+from lazysched.solver.window_replay import GPU, ChoiceBatch, Evaluation, Floats, Ints, WindowReplay
 
 NUM_PAIRS = 300
 """Sampled changes to two blocks per round."""
@@ -19,6 +19,8 @@ MAX_EXCHANGES = 600
 """Exchanges of two blocks' options, and of their states, per round."""
 MISFIT_S, MISFIT_S_PER_GB = 1e4, 1e3
 """What exceeding a budget costs, so that a start which does not fit is led back to where it does."""
+TIE = 5e-4
+"""Plans whose steps differ by less than this share are equally fast: no machine repeats itself so well."""
 LEAST_GAIN = 2e-4
 """Relative gain below which a round ends the descent."""
 
@@ -40,6 +42,56 @@ def improve(replay: WindowReplay, budgets: Budgets, start: Choices, *, seed: int
         best_s = float(scores[winner])
         current = batch.rows(np.array([winner]))
     return current.choices(0)
+
+
+def simplified(replay: WindowReplay, budgets: Budgets, start: Choices) -> Choices:
+    """Of plans as fast as ``start``, one that moves less, then one with fewer kinds of blocks.
+
+    All blocks of one kind become another kind, or blocks with their state on the host get it on the GPU, from the first
+    on, as long as that costs no more than ``TIE`` in all.
+    """
+    current = ChoiceBatch.of([start])
+    allowed_s = float(replay.evaluate(current).step_s[0]) * (1 + TIE)
+    while True:
+        batch = _simpler(replay.instance, current)
+        batch = batch.rows(replay.fits(batch, budgets))
+        batch = batch.rows(replay.evaluate(batch).step_s <= allowed_s)
+        order = np.lexsort((_num_kinds(batch), np.round(replay.traffic_gb(batch), 3)))
+        if not len(order) or order[0] == 0:  # the first is what there was
+            return current.choices(0)
+        current = batch.rows(order[:1])
+
+
+def _simpler(instance: Instance, current: ChoiceBatch) -> ChoiceBatch:
+    """``current``, then what it becomes by one step of ``simplified``."""
+    saves, states = current.saves[0], current.states[0]
+    kinds = sorted(set(zip(saves.tolist(), states.tolist(), strict=True)))
+    rows = [(saves, states)]
+    options = [id(own) for own in instance.saves]
+    allowed = allowed_states(instance)
+    for save, state in kinds:
+        where = (saves == save) & (states == state)
+        for other_save, other_state in kinds:
+            fits = [
+                own == options[int(np.argmax(where))] and other_state in states_of
+                for own, states_of in zip(options, allowed, strict=True)
+            ]
+            chosen = where & np.array(fits)
+            rows.append((np.where(chosen, other_save, saves), np.where(chosen, other_state, states)))
+    movable = [i for i, own in enumerate(allowed) if states[i] != GPU and GPU in own]
+    for count in range(1, len(movable) + 1):
+        moved = states.copy()
+        moved[movable[:count]] = GPU
+        rows.append((saves, moved))
+    vocabulary = np.repeat(current.vocabulary, len(rows))
+    return ChoiceBatch(np.array([row[0] for row in rows]), np.array([row[1] for row in rows]), vocabulary)
+
+
+def _num_kinds(batch: ChoiceBatch) -> Ints:
+    """How many kinds of blocks each set of choices has."""
+    kinds = np.sort(batch.saves * len(STATE_CHOICES) + batch.states, axis=1)
+    counts: Ints = 1 + (np.diff(kinds, axis=1) != 0).sum(1)
+    return counts
 
 
 def rank_s(evaluation: Evaluation, budgets: Budgets) -> Floats:

@@ -67,7 +67,7 @@ MAX_TIGHTENINGS = 3
 """How often budgets are tightened when the simulation disagrees with the memory rows."""
 Budget = Literal["gpu", "host", "pinned"]
 """What limits a plan: memory of the tiers, and how much of the host's can be page-locked."""
-MIN_PROOF_S, PROOF_SHARE = 1.0, 0.3
+MIN_PROOF_S, PROOF_SHARE = 2.0, 0.5
 """Time for the proof: at least the first, otherwise this share of what the search before it took."""
 
 

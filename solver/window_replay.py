@@ -122,6 +122,15 @@ class WindowReplay:
         embed = column(self.instance.embed, [o.embed for o in options])
         return embed, column(self.instance.head, [o.head for o in options])
 
+    def traffic_gb(self, batch: ChoiceBatch) -> Floats:
+        """N: what a step moves between host and GPU; of tokens and what a step reports nothing."""
+        weight = self.stage_row("weight_gb")
+        own = (batch.states != GPU) * 2 * weight + reloaded((batch.states == STREAMED).T, self.slots).T * weight
+        vocabulary = np.array([option.moved_gb for option in self.instance.vocabulary_options])[batch.vocabulary]
+        saved = 2 * self.m * self.option_table("offloaded_gb", batch)
+        total: Floats = (own + saved).sum(1) + vocabulary
+        return total
+
     def memory(self, batch: ChoiceBatch) -> Memory:
         """Peaks as the memory rows have them."""
         instance, m = self.instance, self.m
@@ -152,6 +161,13 @@ class WindowReplay:
         base = base + instance.mapping_gb_per_gb * moved_gb
         gpu_gb = base + np.maximum(np.maximum(blocks, head), np.maximum(ends, updates))
         return Memory(gpu_gb, host_gb, moved_gb)
+
+
+def reloaded(streamed: Bools, num_slots: int) -> Bools:
+    """Which of the streamed blocks (L x N) are uploaded again for the backward; the last still lie in their slots."""
+    after: Ints = np.cumsum(streamed[::-1], axis=0)[::-1] - streamed
+    again: Bools = streamed & (after >= num_slots)
+    return again
 
 
 def _column(options: tuple[SaveOption, ...], attribute: str) -> Floats:
@@ -199,8 +215,7 @@ class _Steps:
         embed_update, head_update = replay.ends("gpu_update_s", batch, gpu=True)
         updates = ~self.on_host * replay.stage_row("gpu_update_s")[:, None]
         self.gpu_updates: list[Floats] = [embed_update, *updates, head_update]
-        after = np.cumsum(self.streamed[::-1], axis=0)[::-1] - self.streamed
-        self.reload: Bools = self.streamed & (after >= self.slots)  # the others still lie in their slots
+        self.reload = reloaded(self.streamed, self.slots)
         back = self.load * self.reload + self.grads + self.m * self.fetch
         copied = [self.embed_grads, *back, self.head_load + self.head_grads]
         slowdown = replay.instance.copy_slowdown

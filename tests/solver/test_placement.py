@@ -16,7 +16,9 @@ from lazysched.solver.bounds import count_bound_s
 from lazysched.solver.instance import STATE_CHOICES, Candidate, Instance, offload_limits
 from lazysched.solver.memory_rows import Budgets
 from lazysched.solver.milp import PlacementProgram
+from lazysched.solver.pins import parse_pins
 from lazysched.solver.plans import Choices, make_plan
+from lazysched.solver.search import TIE, simplified
 from lazysched.solver.window_replay import ChoiceBatch, WindowReplay
 from tests.solver.synthetic import tiny_profile
 
@@ -169,3 +171,32 @@ class TestExactClipping:
         # 5 updates of 10 ms after the backward: the forward of block 0 waits for two of them and its upload.
         period_s = fixed_period(instance, choices, PLENTY)
         assert period_s == pytest.approx(replayed(profile, instance, choices).step_s, rel=0.02)
+
+
+class TestSimplicity:
+    def test_of_equally_fast_plans_one_that_moves_less_and_has_fewer_kinds_is_taken(self) -> None:
+        profile = tiny_profile(6)
+        instance = Instance(profile, Candidate(1, 1), "hybrid8", EXACT)
+        mixed = Choices(("gpu", "resident", "gpu", "streamed", "gpu", "resident"), (0,) * 6, 0)
+        replay = WindowReplay(instance)
+        simple = simplified(replay, PLENTY, mixed)
+        assert simple.states == ("gpu",) * 6
+        steps = [replay.evaluate(ChoiceBatch.of([choices])).step_s[0] for choices in (mixed, simple)]
+        assert steps[1] <= steps[0] * (1 + TIE)
+
+    def test_it_keeps_the_budget_and_what_is_fixed_by_hand(self) -> None:
+        profile = tiny_profile(6)
+        pins = parse_pins(["block[1].state=host"], profile.stages)
+        instance = Instance(profile, Candidate(1, 1), "hybrid8", EXACT, pins)
+        mixed = Choices(("gpu", "resident", "gpu", "streamed", "gpu", "streamed"), (0,) * 6, 0)
+        replay = WindowReplay(instance)
+        assert simplified(replay, PLENTY, mixed).states[1] != "gpu"
+        tight = Budgets(float(replay.evaluate(ChoiceBatch.of([mixed])).gpu_gb[0]), 10.0)
+        within = simplified(replay, tight, mixed)
+        assert replay.fits(ChoiceBatch.of([within]), tight)[0]
+
+    def test_traffic_is_that_of_the_program(self) -> None:
+        for profile, instance, choices in cases(False, offload=True):
+            moved = replayed(profile, instance, choices).moved_bytes
+            traffic_gb = float(WindowReplay(instance).traffic_gb(ChoiceBatch.of([choices]))[0])
+            assert traffic_gb * 1e9 == pytest.approx(sum(moved.values()), rel=1e-3)
