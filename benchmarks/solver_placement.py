@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 
 from lazysched.schemas import Plan, Profile, Update
 from lazysched.solver import Solution, simulate_plan, solve
+from lazysched.solver.explore import MAX_ROUNDS
 from lazysched.solver.instance import STATE_CHOICES, Candidate, Instance, offload_limits
 from lazysched.solver.memory_rows import Budgets
 from lazysched.solver.milp import PlacementProgram
 from lazysched.solver.plans import Choices, block_plan, make_plan, stage_plan
 from lazysched.solver.search import improve
-from lazysched.solver.solve import MAX_ROUNDS
 from lazysched.solver.window_replay import ChoiceBatch, WindowReplay
 
 GAP, SEED = 0.01, 0

@@ -53,8 +53,9 @@ class _TimeRows:
         self.grads = [self._of_gradient(w, lambda c: c.grads_s, gpu=False) for w in self.windows]
         self.save = [self._saved(w, self.forward_blocks, "save_s") for w in self.windows]
         self.fetch = [self._saved(w, self.backward_blocks, "fetch_s") for w in self.windows]
-        self.shortest_s = min(o.forward_s for options in instance.saves for o in options) * self.m
         self.longest_s = max(o.backward_s for options in instance.saves for o in options) * self.m
+        self.horizon_s = (self.depth + 2) * self.longest_s
+        """What a slot can be ahead of the windows that share it; rows of slots bind where all of these use them."""
         self.tc = self._starts("tc")
         self.tx = self._starts("tx", may_precede_step=True)
         self.ty = self._starts("ty")
@@ -160,9 +161,9 @@ class _TimeRows:
                 continue
             gate = w - self.depth - 1
             between = [self._block(k) for k in range(gate, w + 1)]
-            # A stage in between that does not stream leaves its turn to this one, which starts a window earlier.
+            # A stage in between that does not stream leaves its slot to this one, which may start long before.
             idle = [1 - self.decisions.state(b, lambda c: 1.0, "streamed") for b in between if b is not None]
-            self.problem += self.tx[w] >= self._compute_end(gate) - self.shortest_s * pulp.lpSum(idle)
+            self.problem += self.tx[w] >= self._compute_end(gate) - self.horizon_s * pulp.lpSum(idle)
 
     def _fetch_rows(self) -> None:
         """Uploads and fetches share one engine, in the order in which the program issues them.
@@ -188,9 +189,9 @@ class _TimeRows:
         start = self.problem.add_variable(f"ta_{window}", None)
         self.problem += start >= before
         gate, behind = self._position_end(window, self.depth + 1)
-        # A block in between that fetches nothing leaves its slots to this one, which starts that much earlier.
+        # A block in between that fetches nothing leaves its slots to this one, which may start long before.
         idle = [self._stays(k) for k in range(behind, window) if k in self.backward_blocks]
-        self.problem += start >= gate - self.longest_s * self._stays(window) - self.shortest_s * pulp.lpSum(idle)
+        self.problem += start >= gate - self.longest_s * self._stays(window) - self.horizon_s * pulp.lpSum(idle)
         saved = self.num_windows - 1 - window  # the window that sent it away
         self.problem += start >= self.ty[saved] + self.save[saved]
         self.problem += start + self.m * self.fetch[window] >= self._saves_end(saved) + self.fetch[window]
@@ -224,8 +225,13 @@ class _TimeRows:
                 waited = self.ty[w] + (self.m - 1 - self.lag) * self.save[w]
                 self.problem += self.tc[w + 1] >= waited + one_s - self._backlog_s() * self._stays(w)
             if w + 1 in self.forward_blocks:
-                waited = self._saves_end(w) - min(self.lag, self.m) * self.save[w]
+                # Where w sends nothing, the last of what was sent before it may still run.
+                last_s = self.save[w] + self._longest_save_s() * self._stays(w)
+                waited = self._saves_end(w) - min(self.lag, self.m) * last_s
                 self.problem += self.tc[w + 1] >= waited - self._backlog_s() * self._stays(w + 1)
+
+    def _longest_save_s(self) -> float:
+        return max(o.save_s for options in self.instance.saves for o in options)
 
     def _backlog_s(self) -> float:
         """Most copying to the host that a block which sends nothing away has not to wait for."""
