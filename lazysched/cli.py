@@ -1,4 +1,4 @@
-"""The command line: ``lazysched profile | solve | train | quickstart``.
+"""The command line: ``lazysched profile | solve | train | plot | quickstart``.
 
 Nothing here computes. Each command reads its files first, so that a wrong one is refused at once, and imports what
 it runs only then: ``--help`` and ``solve`` never load torch.
@@ -17,7 +17,10 @@ import typer
 from rich.console import Console
 from typer.exceptions import TyperException
 
+from lazysched import plot_command
+from lazysched.cli_hardware import measure_machine, profile_to_solve
 from lazysched.errors import LazyschedError, UsageError
+from lazysched.outputs import require_folder_of
 from lazysched.schemas import Plan, Profile
 from lazysched.units import parse_bytes, parse_slice
 
@@ -126,16 +129,23 @@ def profile(
     profile_file: Annotated[
         Path | None, typer.Option("--profile", metavar="PROFILE", help="What to refine; needs --from-run.")
     ] = None,
+    hardware_only: Annotated[
+        bool, typer.Option("--hardware-only", help="Measure no model; write a file for `solve --hardware`.")
+    ] = False,
 ) -> None:
     """Measure what this machine does with MODEL, or refine a profile by a run: --from-run RUN_DIR --profile PROFILE."""
-    _require_folder_of(output)
+    require_folder_of(output)
+    pin_limit_bytes = None if pin_limit is None else parse_bytes(pin_limit, "--pin-limit")
+    if hardware_only:
+        measure_machine(context, _explicit(device), storage, pin_limit_bytes).save(output)
+        Console().print(f"wrote {output}", highlight=False, markup=False)
+        return
     if from_run is not None or profile_file is not None:
         _refine_profile(context, from_run, profile_file).save(output)
         Console().print(f"wrote {output}", highlight=False, markup=False)
         return
     if model is None:
         raise UsageError("MODEL: missing; name a model, or a run with --from-run and --profile")
-    pin_limit_bytes = None if pin_limit is None else parse_bytes(pin_limit, "--pin-limit")
     from lazysched.profiles.measure import profile as measure
 
     measured = measure(
@@ -173,9 +183,20 @@ def _refine_profile(context: typer.Context, from_run: Path | None, profile_file:
 
 @app.command()
 def solve(
-    profile_file: Annotated[Path, typer.Argument(metavar="PROFILE", help="What `lazysched profile` wrote.")],
+    profile_file: Annotated[
+        Path | None, typer.Argument(metavar="PROFILE", help="What `lazysched profile` wrote.", show_default=False)
+    ] = None,
+    *,
     batch_size: Annotated[int, typer.Option(min=1, help="Rows of one step.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="Plan to write.")],
+    hardware: Annotated[
+        str | None, typer.Option(help="Estimate instead: a machine of the library, as rtx4090, or a hardware file.")
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="The config.json of the model to estimate for.")] = None,
+    seq_len: Annotated[int | None, typer.Option(min=1, help="Tokens of one row in an estimate. [1024]")] = None,
+    micro_batch: Annotated[
+        list[int] | None, typer.Option(min=1, help="Rows that go through at once in an estimate. [1 2 4 8]")
+    ] = None,
     gpu_memory: Annotated[
         str | None, typer.Option(help="Most GPU memory, as 24GB. [what was free, beside a GPU less 0.5 GB]")
     ] = None,
@@ -183,6 +204,10 @@ def solve(
         str | None, typer.Option(help="Most host memory, as 100GB. [what was free, beside a GPU less 8 GB]")
     ] = None,
     nvme: Annotated[str, typer.Option(help="Most bytes of files, as 500GB.")] = "0",
+    pin: Annotated[
+        list[str] | None,
+        typer.Option(metavar="DECISION", help="Fix a decision, as block[0:4].weights=gpu; repeat it for more."),
+    ] = None,
     max_grad_norm: Annotated[float, typer.Option(min=0, help="Gradient norm to clip to; 0 gives clipping up.")] = 1.0,
     finite_check: Annotated[
         bool,
@@ -198,9 +223,9 @@ def solve(
     gap: Annotated[float, typer.Option(min=0, help="Distance to the bound that counts as optimal.")] = 0.01,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the solver.")] = 0,
 ) -> None:
-    """Find the fastest plan that fits the memory."""
-    _require_folder_of(output)
-    measured = Profile.load(profile_file)
+    """Find the fastest plan that fits the memory, for PROFILE, or by an estimate: --hardware NAME --model CONFIG."""
+    require_folder_of(output)
+    measured = profile_to_solve(profile_file, hardware, model, seq_len, micro_batch)
     gpu_memory_bytes = None if gpu_memory is None else parse_bytes(gpu_memory, "--gpu-memory")
     host_memory_bytes = None if host_memory is None else parse_bytes(host_memory, "--host-memory")
     nvme_bytes = parse_bytes(nvme, "--nvme")
@@ -213,6 +238,7 @@ def solve(
         gpu_memory_bytes=gpu_memory_bytes,
         host_memory_bytes=host_memory_bytes,
         nvme_bytes=nvme_bytes,
+        pins=pin or [],
         max_grad_norm=max_grad_norm or None,
         check_finite=finite_check,
         optimizer_state=optimizer_state,
@@ -305,9 +331,4 @@ def _explicit(choice: str) -> str | None:
     return None if choice == "auto" else choice
 
 
-def _require_folder_of(output: Path) -> None:
-    """Refuse an output that could not be written before the work is done, not after it."""
-    if not output.parent.is_dir():
-        raise UsageError(f"--output: {output}: the folder {output.parent} does not exist; make it first")
-    if output.is_dir():
-        raise UsageError(f"--output: {output} is a folder; name a file")
+plot_command.register(app)

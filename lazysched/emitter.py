@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 from lazysched.layout import link_name
 from lazysched.schemas import Buffer, Engine, HostMemory, Op, OpKind, Phase, Tier
 
@@ -23,6 +25,7 @@ class Emitter:
         self._host_memory = host_memory
         self._links: dict[Engine, tuple[str, ...]] = {
             "h2d": ("link", link_name("h2d", host_memory)), "d2h": ("link", link_name("d2h", host_memory)),
+            "nvme_read": ("link", "nvme_read"), "nvme_write": ("link", "nvme_write"),
         }  # fmt: skip
 
     def emit(
@@ -41,7 +44,7 @@ class Emitter:
         reads: tuple[str, ...] = (),
         writes: tuple[str, ...] = (),
     ) -> None:
-        """Add an operation; without ``cost`` a copy costs its link, anything else nothing."""
+        """Add an operation; without ``cost`` a copy, read or write costs its link, anything else nothing."""
         self.ops[op_id] = Op(
             id=op_id, kind=kind, engine=engine, priority=len(self.ops), stage=stage, phase=phase,
             micro_batch=micro_batch, cost=self._links.get(engine, ()) if cost is None else cost, num_bytes=num_bytes,
@@ -53,9 +56,8 @@ class Emitter:
     ) -> None:
         """Add a buffer, which exists all the time unless operations are named."""
         tier, kind = buffer_id.split("/")[:2]
-        place: Tier = "gpu" if tier == "gpu" else "host"
-        pinned = place == "host" and kind != "state" and self._host_memory == "pinned"
+        pinned = tier == "host" and kind != "state" and self._host_memory == "pinned"
         self.buffers[buffer_id] = Buffer(
-            id=buffer_id, tier=place, kind=kind, num_bytes=num_bytes, alloc_at=alloc_at, free_after=free_after,
-            pinned=pinned,
+            id=buffer_id, tier=cast(Tier, tier), kind=kind, num_bytes=num_bytes, alloc_at=alloc_at,
+            free_after=free_after, pinned=pinned,
         )  # fmt: skip

@@ -34,12 +34,26 @@ def num_hidden_slots(layout: Layout, training: bool) -> int:
     """Most slots in use at once.
 
     That is when the loss is taken: the head's inputs and one gradient, inputs that wait on the GPU for the backward,
-    and inputs that are still leaving for the host.
+    and inputs that are still leaving. Or it is when a segment runs again, whose inner inputs come on top of
+    the inputs that wait for what is left of the backward.
     """
     plan = layout.plan
     in_flight = plan.accumulation + 1
     if not training:
         return in_flight
-    inputs = [layout.choice(stage).input_tier for stage in layout.blocks]
-    leaving = plan.d2h_lag + 1 if "host" in inputs else 0
-    return in_flight + plan.accumulation * inputs.count("gpu") + leaving
+    waiting, most, leaving = 0, 0, 0
+    for segment in layout.segments:
+        if layout.choice(segment[0]).input_tier == "gpu":
+            waiting += 1
+        else:
+            leaving = plan.d2h_lag + 1
+        most = max(most, waiting + len(segment) - 1)
+    return in_flight + plan.accumulation * most + leaving
+
+
+def num_segment_slots(layout: Layout) -> int:
+    """Slots for fetched inputs of segments: those of all micro-batches are held until the first block's backward.
+
+    As many more as elsewhere are fetched ahead.
+    """
+    return layout.plan.accumulation + layout.plan.prefetch_depth

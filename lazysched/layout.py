@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
+from itertools import pairwise
 from typing import Literal
 
 from lazysched.errors import UsageError
@@ -13,13 +15,16 @@ from lazysched.optimizer_state import NUM_COEFFICIENTS, state_bytes
 from lazysched.schemas import (
     BYTES_PER_ELEMENT,
     HostMemory,
+    Phase,
     Plan,
     SaveVariant,
     Stage,
     StagePlan,
     StateFormat,
+    Tier,
     variant_key,
 )
+from lazysched.segments import segments_of
 
 MASTER_BYTES = 4
 """fp32 accumulators and master weights."""
@@ -35,7 +40,7 @@ class Layout:
     """Stages, choices, variants and buffer sizes of one plan.
 
     Raises:
-        UsageError: the plan does not fit the model or asks for what the runtime cannot do.
+        UsageError: the plan does not fit the model or contradicts itself.
     """
 
     def __init__(self, plan: Plan, stages: Sequence[Stage]) -> None:
@@ -49,10 +54,13 @@ class Layout:
         self.variants = {stage.id: self._variant(stage) for stage in stages}
         for stage in self.stages:
             _check_choice(stage, plan.stages[stage.id], self.variants[stage.id])
+        self.segments = segments_of(plan, self.blocks)
+        self._begins_segment = {segment[0].id for segment in self.segments}
+        self._next_of_segment = {s.id: after for segment in self.segments for s, after in pairwise(segment)}
         self.hidden_bytes = self.variants[self.blocks[0].id].saved["input"]
         self.num_slots = plan.prefetch_depth + 1
-        self.shared_vocabulary_slot = not self.tied and {self.choice(s).weights for s in (self.embed, self.head)} == {
-            "host"
+        self.shared_vocabulary_slot = not self.tied and "gpu" not in {
+            self.choice(s).weights for s in (self.embed, self.head)
         }
 
     def choice(self, stage: Stage) -> StagePlan:
@@ -72,7 +80,7 @@ class Layout:
 
     def streamed(self, stage: Stage) -> bool:
         """Whether a block's weights pass through the shared slots."""
-        return stage.is_block and self.choice(stage).weights == "host"
+        return stage.is_block and self.choice(stage).weights != "gpu"
 
     def has_own_weights(self, stage: Stage) -> bool:
         """Whether a GPU buffer of its own holds the stage's weights."""
@@ -84,8 +92,8 @@ class Layout:
         return batch_bytes(self.plan.batch_size, self.plan.seq_len, self.plan.packing)
 
     def on_host(self, stage: Stage) -> bool:
-        """Whether the host holds the stage's optimizer state and updates it."""
-        return self.choice(stage).state == "host"
+        """Whether the host updates the stage, from gradients in its memory and state there or in files."""
+        return self.choice(stage).state != "gpu"
 
     def elements(self, stage: Stage) -> int:
         """Elements of the stage's flat store, alignment included."""
@@ -95,6 +103,10 @@ class Layout:
         """The stage's optimizer state in the format that the plan chose for it."""
         state_format, small = self.choice(stage).state_format, self.plan.fp32_state_elements
         return state_bytes(stage, self.element_bytes, state_format, small)
+
+    def record_bytes(self, stage: Stage) -> int:
+        """What an update reads from files and writes back: the state and, where they live there too, the weights."""
+        return self.state_bytes(stage) + (stage.weight_bytes if self.choice(stage).weights == "nvme" else 0)
 
     def update_working_bytes(self, stage: Stage) -> int:
         """GPU memory beside weights, gradient and state while the stage is updated."""
@@ -107,18 +119,60 @@ class Layout:
         """One fp32 norm for each tensor."""
         return MASTER_BYTES * sum(len(stage.params) for stage in self.stages)
 
+    def _tiers(self, stage: Stage) -> dict[str, Tier]:
+        """Tensor group that waits for the backward -> where; what a segment makes anew is not among them."""
+        choice = self.choice(stage)
+        tiers: dict[str, Tier] = {} if self.in_segment(stage) else dict(choice.saved_tiers)
+        if self.keeps_input(stage):
+            tiers["input"] = choice.input_tier
+        return tiers
+
     def offloaded_bytes(self, stage: Stage) -> int:
         """Bytes per micro-batch that the stage sends to the host in forward and fetches in backward."""
+        saved = self.variants[stage.id].saved
+        return sum(saved[group] for group, tier in self._tiers(stage).items() if tier != "gpu")
+
+    def offload_tier(self, stage: Stage) -> Tier | None:
+        """Where what is offloaded waits; None where nothing is."""
+        return next((tier for tier in self._tiers(stage).values() if tier != "gpu"), None)
+
+    def outgoing_bytes(self, stage: Stage) -> int:
+        """Bytes per micro-batch, the input excepted, that the stage sends to the host."""
         choice, variant = self.choice(stage), self.variants[stage.id]
-        if not stage.is_block:
-            return 0
-        tiers = {"input": choice.input_tier, **choice.saved_tiers}
-        return sum(size for group, size in variant.saved.items() if tiers[group] == "host")
+        return sum(size for group, size in variant.saved.items() if choice.saved_tiers.get(group, "gpu") != "gpu")
 
     def kept_bytes(self, stage: Stage) -> int:
-        """Bytes per micro-batch, the input excepted, that stay on the GPU between forward and backward."""
+        """Bytes per micro-batch, the input excepted, that stay on the GPU until the backward.
+
+        They are made in the forward, or in a segment's recompute.
+        """
         choice, variant = self.choice(stage), self.variants[stage.id]
         return sum(size for group, size in variant.saved.items() if choice.saved_tiers.get(group) == "gpu")
+
+    def in_segment(self, stage: Stage) -> bool:
+        """Whether the stage is a block of a segment of several, whose forward keeps the first input alone."""
+        return self.choice(stage).segment > 1
+
+    def keeps_input(self, stage: Stage) -> bool:
+        """Whether the input of the stage's forward waits for the backward."""
+        return stage.id in self._begins_segment
+
+    def next_of_segment(self, stage: Stage) -> Stage | None:
+        """The block that follows ``stage`` in its segment; None after the last."""
+        return self._next_of_segment.get(stage.id)
+
+    def recomputed(self, stage: Stage) -> bool:
+        """Whether the stage's forward runs again: for what it saves, or as input of the next block of its segment."""
+        return self.in_segment(stage) and (self.kept_bytes(stage) > 0 or self.next_of_segment(stage) is not None)
+
+    @cached_property
+    def backward_order(self) -> list[tuple[Stage, Phase]]:
+        """What the blocks run after the loss, each entry for all micro-batches."""
+        order: list[tuple[Stage, Phase]] = []
+        for segment in reversed(self.segments):
+            order.extend((stage, "recompute") for stage in segment if self.recomputed(stage))
+            order.extend((stage, "backward") for stage in reversed(segment))
+        return order
 
     def accumulates(self, stage: Stage) -> bool:
         """Whether the stage's gradient is summed in an fp32 accumulator before it is rounded.
@@ -136,11 +190,6 @@ class Layout:
         if stage.is_block:
             return "gpu/accumulator/block"
         return f"gpu/accumulator/{stage.id if self.tied else 'vocabulary'}"
-
-    def outgoing_bytes(self, stage: Stage) -> int:
-        """Bytes per micro-batch, the input excepted, that the stage sends to the host."""
-        choice, variant = self.choice(stage), self.variants[stage.id]
-        return sum(size for group, size in variant.saved.items() if choice.saved_tiers.get(group) == "host")
 
 
 def batch_bytes(rows: int, seq_len: int, packing: bool) -> int:
@@ -189,21 +238,24 @@ def _check_stages(plan: Plan, stages: Sequence[Stage]) -> None:
     if any(not stage.trainable for stage in stages):
         raise UsageError("model: a frozen stage cannot be trained around yet; make all stages trainable")
     if plan.update.mode != "exact":
-        raise UsageError(f"plan: update.mode: {plan.update.mode!r} is not executable; use 'exact'")
+        raise UsageError(f"plan: update.mode: {plan.update.mode!r} cannot be lowered yet; use exact")
 
 
 def _check_choice(stage: Stage, choice: StagePlan, variant: SaveVariant) -> None:
-    """Refuse decisions that the runtime does not execute."""
+    """Refuse decisions that do not fit the stage's variant."""
     where = f"plan: stages.{stage.id}"
-    tiers = {"weights": choice.weights, "state": choice.state, "input_tier": choice.input_tier}
-    tiers |= {f"saved_tiers.{group}": tier for group, tier in choice.saved_tiers.items()}
-    for field, tier in tiers.items():
-        if tier == "nvme":
-            raise UsageError(f"{where}.{field}: nvme is not executable yet; use gpu or host")
-    if choice.segment != 1:
-        raise UsageError(f"{where}.segment: {choice.segment} is not executable yet; use 1")
     groups = set(variant.saved) - {"input"}
     if groups != set(choice.saved_tiers):
         raise UsageError(f"{where}.saved_tiers: names {sorted(choice.saved_tiers)}, the variant saves {sorted(groups)}")
     if stage.is_block and "input" not in variant.saved:
         raise UsageError(f"{where}.save: variant {variant.name!r} has no group 'input'; profile and solve again")
+    _check_tiers(where, stage, choice)
+
+
+def _check_tiers(where: str, stage: Stage, choice: StagePlan) -> None:
+    if not stage.is_block and choice.segment != 1:
+        raise UsageError(f"{where}.segment: {choice.segment}, but only blocks form segments; use 1")
+    tiers = {"input_tier": choice.input_tier} | {f"saved_tiers.{g}": tier for g, tier in choice.saved_tiers.items()}
+    if {"host", "nvme"} <= set(tiers.values()):
+        field = next(field for field, tier in tiers.items() if tier == "nvme")
+        raise UsageError(f"{where}.{field}: nvme beside host in one block; use one of the two for all that leaves")

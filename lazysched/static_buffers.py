@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from lazysched.hidden_slots import num_hidden_slots
+from lazysched.hidden_slots import num_hidden_slots, num_segment_slots
 from lazysched.layout import MASTER_BYTES, SCALE_ELEMENTS, TOTAL_ELEMENTS, Layout
 from lazysched.schemas import Stage
+from lazysched.staging import staging_slot_sizes
 
 
 def static_buffer_sizes(layout: Layout, training: bool) -> dict[str, int]:
@@ -23,13 +24,23 @@ def static_buffer_sizes(layout: Layout, training: bool) -> dict[str, int]:
     if layout.shared_vocabulary_slot:
         sizes["gpu/weights/vocabulary"] = max(layout.embed.weight_bytes, layout.head.weight_bytes)
     sizes |= _slots("gpu/hidden", num_hidden_slots(layout, training), layout.hidden_bytes)
-    if training:
-        sizes |= _gradients(layout)
-        outgoing_bytes = max(map(layout.outgoing_bytes, layout.blocks))
-        sizes |= _slots("gpu/outgoing", layout.plan.d2h_lag + 1, outgoing_bytes)
-        fetched_bytes = max(map(layout.offloaded_bytes, layout.blocks))
-        sizes |= _slots("gpu/fetched", layout.num_slots, fetched_bytes)
-    return sizes
+    for kind, (count, slot_bytes) in staging_slot_sizes(layout, training).items():
+        sizes |= _slots(f"host/{kind}", count, slot_bytes)
+    files = [stage.weight_bytes for stage in (layout.embed, layout.head) if layout.choice(stage).weights == "nvme"]
+    if files:
+        sizes["host/weights/vocabulary"] = max(files)
+    return sizes | _gradients(layout) | _offloading(layout) if training else sizes
+
+
+def _offloading(layout: Layout) -> dict[str, int]:
+    """Slots on the GPU for what leaves in the forward and comes back."""
+    alone = [stage for stage in layout.blocks if not layout.in_segment(stage)]
+    firsts = [segment[0] for segment in layout.segments if len(segment) > 1]
+    return {
+        **_slots("gpu/outgoing", layout.plan.d2h_lag + 1, max(map(layout.outgoing_bytes, layout.blocks))),
+        **_slots("gpu/fetched", layout.num_slots, max(map(layout.offloaded_bytes, alone), default=0)),
+        **_slots("gpu/segment", num_segment_slots(layout), max(map(layout.offloaded_bytes, firsts), default=0)),
+    }
 
 
 def _slots(prefix: str, count: int, num_bytes: int) -> dict[str, int]:
@@ -39,7 +50,11 @@ def _slots(prefix: str, count: int, num_bytes: int) -> dict[str, int]:
 def _of_stage(layout: Layout, stage: Stage, training: bool) -> dict[str, int]:
     """Weights, gradient and optimizer state where they live, and the stage's own buffer on the GPU if it has one."""
     place = "host" if layout.on_host(stage) else "gpu"
-    sizes = {f"{place}/weights/{stage.id}": stage.weight_bytes, f"{place}/state/{stage.id}": layout.state_bytes(stage)}
+    choice = layout.choice(stage)
+    home = "nvme" if choice.weights == "nvme" else place
+    sizes = {
+        f"{home}/weights/{stage.id}": stage.weight_bytes, f"{choice.state}/state/{stage.id}": layout.state_bytes(stage)
+    }  # fmt: skip
     if layout.has_own_weights(stage):
         sizes[f"gpu/weights/{stage.id}"] = stage.weight_bytes
     if training:

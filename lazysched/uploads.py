@@ -42,7 +42,7 @@ class Uploads:
         layout, depth = self._layout, self._layout.plan.prefetch_depth
         order: list[tuple[Stage, Phase]] = [(stage, "forward") for stage in layout.stages]
         if training:
-            order.extend((stage, "backward") for stage in reversed(layout.blocks))
+            order += layout.backward_order
         streamed = [(window, *use) for window, use in enumerate(order) if layout.streamed(use[0])]
         uses = assign_slots([stage.id for _, stage, _ in streamed], layout.num_slots)
         uploads = []

@@ -123,7 +123,8 @@ class _Profiling:
     def run(self) -> Profile:
         settings, device = self.settings, self.device
         identity = hardware_id(device)
-        total_bytes, free_bytes = self._memory()
+        total_bytes, free_bytes, notes = tier_memory(device)
+        self.notes |= notes
         self._measure_micro_batches()
         host_limit_bytes = host_memory()[1]
         blocks = [stage for stage in self.stages if stage.is_block]
@@ -152,22 +153,6 @@ class _Profiling:
             fragmentation_bytes=self.fragmentation_bytes,
             notes=self.notes,
         )  # fmt: skip
-
-    def _memory(self) -> tuple[dict[Tier, int | None], dict[Tier, int | None]]:
-        """Total and free bytes of GPU and host, before anything was measured."""
-        host_total_bytes, host_free_bytes = host_memory()
-        if self.device.type == "cuda":
-            gpu_total_bytes, gpu_free_bytes = device_memory(self.device)
-            # A plan's prediction holds the driver's context, so that a budget must have room for it.
-            gpu_free_bytes += context_bytes(self.device)
-        else:
-            self.notes["memory"] = _SHARED_MEMORY
-            gpu_total_bytes = gpu_free_bytes = host_free_bytes // 2
-            host_total_bytes, host_free_bytes = host_total_bytes - gpu_total_bytes, host_free_bytes // 2
-        return (
-            {"gpu": gpu_total_bytes, "host": host_total_bytes},
-            {"gpu": gpu_free_bytes, "host": host_free_bytes},
-        )
 
     def _measure_micro_batches(self) -> None:
         """The largest first: it is where all variants are measured."""
@@ -212,6 +197,20 @@ class _Profiling:
             return None
 
 
+def tier_memory(device: torch.device) -> tuple[dict[Tier, int | None], dict[Tier, int | None], dict[str, str]]:
+    """Total and free bytes of GPU and host, before anything was measured, and notes on them."""
+    host_total_bytes, host_free_bytes = host_memory()
+    if device.type == "cuda":
+        gpu_total_bytes, gpu_free_bytes = device_memory(device)
+        # A plan's prediction holds the driver's context, so that a budget must have room for it.
+        gpu_free_bytes, notes = gpu_free_bytes + context_bytes(device), {}
+    else:
+        gpu_total_bytes = gpu_free_bytes = host_free_bytes // 2
+        host_total_bytes, host_free_bytes = host_total_bytes - gpu_total_bytes, host_free_bytes // 2
+        notes = {"memory": _SHARED_MEMORY}
+    return {"gpu": gpu_total_bytes, "host": host_total_bytes}, {"gpu": gpu_free_bytes, "host": host_free_bytes}, notes
+
+
 def _free_memory(device: torch.device) -> None:
     """Let go what the last model bound: modules refer to each other in circles, so it takes a collection."""
     gc.collect()
@@ -223,11 +222,7 @@ def _checked(
     device: str | None, dtype: str | None, seq_len: int, micro_batches: Sequence[int], storage_dir: str | None,
     chunk_tokens: int, repeats: int | None, compiled: bool | None, packing: bool, pin_limit_bytes: int | None,
 ) -> _Settings:  # fmt: skip
-    if device not in {None, "cuda", "cpu"}:
-        raise UsageError(f"device: {device!r} is not known; use cuda or cpu")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise UsageError("device: 'cuda' is not available to this torch; use --device cpu")
-    chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    chosen = chosen_device(device, pin_limit_bytes)
     default = "bfloat16" if chosen.type == "cuda" else "float32"
     if not micro_batches:
         raise UsageError("micro_batches: none given; name at least one number of rows")
@@ -235,15 +230,33 @@ def _checked(
     for field, value in (numbers | ({} if repeats is None else {"repeats": repeats})).items():
         if value < 1:
             raise UsageError(f"{field}: {value} is not positive; use 1 or more")
-    if pin_limit_bytes is not None and pin_limit_bytes < 0:
-        raise UsageError(f"pin_limit: {pin_limit_bytes} bytes is no limit; use 0 or more")
-    if pin_limit_bytes is not None and chosen.type != "cuda":
-        raise UsageError(f"pin_limit: {format_bytes(pin_limit_bytes)}: without a GPU nothing is page-locked; omit it")
     rows = tuple(sorted(set(micro_batches)))
     return _Settings(
         chosen, _dtype(dtype or default), seq_len, rows, chunk_tokens, check_folder(storage_dir), repeats,
         chosen.type == "cuda" if compiled is None else compiled, packing, pin_limit_bytes,
     )  # fmt: skip
+
+
+def chosen_device(device: str | None, pin_limit_bytes: int | None) -> torch.device:
+    """Where to measure.
+
+    Args:
+        device: ``cuda`` or ``cpu``; None takes a GPU where there is one.
+        pin_limit_bytes: most host memory that can be page-locked, which only makes sense beside a GPU.
+
+    Raises:
+        UsageError: one of them is wrong.
+    """
+    if device not in {None, "cuda", "cpu"}:
+        raise UsageError(f"device: {device!r} is not known; use cuda or cpu")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise UsageError("device: 'cuda' is not available to this torch; use --device cpu")
+    chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if pin_limit_bytes is not None and pin_limit_bytes < 0:
+        raise UsageError(f"pin_limit: {pin_limit_bytes} bytes is no limit; use 0 or more")
+    if pin_limit_bytes is not None and chosen.type != "cuda":
+        raise UsageError(f"pin_limit: {format_bytes(pin_limit_bytes)}: without a GPU nothing is page-locked; omit it")
+    return chosen
 
 
 def _dtype(name: str) -> Dtype:

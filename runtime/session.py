@@ -22,6 +22,7 @@ from lazysched.runtime.machine import claim, hold_to_budget
 from lazysched.runtime.model import Model
 from lazysched.runtime.stage_updates import AdamWFp32, AdamWSettings, Hybrid8Update, StageUpdate
 from lazysched.schemas import Plan, Stage
+from lazysched.schemas.executable import check_executable
 
 
 class Session:
@@ -51,6 +52,7 @@ class Session:
         max_grad_norm: float | None,
         host_limit_bytes: int,
     ) -> None:
+        check_executable(plan)
         self.plan, self.config, self.device = plan, config, device
         self.model = Model(
             config, plan.compute_dtype, device, micro_batch=plan.micro_batch, seq_len=plan.seq_len,

@@ -16,7 +16,7 @@ import pulp
 from lazysched.schemas import Tier
 from lazysched.solver.decisions import Expression
 from lazysched.solver.highs import solve_problem
-from lazysched.solver.instance import STATE_CHOICES, Instance, SaveOption, StageCosts, StateChoice
+from lazysched.solver.instance import Instance, SaveOption, StageCosts, StateChoice
 from lazysched.solver.memory_rows import Budgets
 
 
@@ -57,19 +57,14 @@ class _Counts:
 
     def __init__(self, problem: pulp.LpProblem, instance: Instance) -> None:
         self.instance = instance
-        members: dict[int, int] = {}
-        pairs: dict[int, tuple[StageCosts, tuple[SaveOption, ...]]] = {}
-        for costs, options in zip(instance.blocks, instance.saves, strict=True):
-            members[id(costs)] = members.get(id(costs), 0) + 1
-            pairs[id(costs)] = (costs, options)
+        blocks = list(zip(instance.blocks, instance.saves, instance.states, strict=True))
+        keys = [(id(costs), id(options), choices) for costs, options, choices in blocks]
         self.groups = []
-        for g, (key, (costs, options)) in enumerate(pairs.items()):
+        for g, (key, (costs, options, choices)) in enumerate(dict(zip(keys, blocks, strict=True)).items()):
             saves = [problem.add_variable(f"n_{g}_{o}", 0) for o in range(len(options))]
-            states: dict[StateChoice, pulp.LpVariable] = {
-                choice: problem.add_variable(f"s_{g}_{choice}", 0) for choice in STATE_CHOICES
-            }
-            problem += pulp.lpSum(saves) == members[key]
-            problem += pulp.lpSum(states.values()) == members[key]
+            states = {choice: problem.add_variable(f"s_{g}_{choice}", 0) for choice in choices}
+            problem += pulp.lpSum(saves) == keys.count(key)
+            problem += pulp.lpSum(states.values()) == keys.count(key)
             self.groups.append(_Group(costs, options, saves, states))
         self.v = [problem.add_variable(f"v_{k}", 0) for k in range(len(instance.vocabulary_options))]
         problem += pulp.lpSum(self.v) == 1
@@ -80,7 +75,9 @@ class _Counts:
 
     def state(self, coefficient: Callable[[StageCosts], float], *choices: StateChoice) -> Expression:
         """Sum of ``coefficient`` over the blocks whose state choice is one of ``choices``."""
-        return pulp.lpSum(coefficient(g.costs) * g.states[choice] for g in self.groups for choice in choices)
+        return pulp.lpSum(
+            coefficient(g.costs) * var for g in self.groups for choice, var in g.states.items() if choice in choices
+        )
 
     def ends(self, coefficient: Callable[[StageCosts], float], *, gpu: bool) -> Expression:
         """Sum of ``coefficient`` over embedding and head where the GPU (or else the host) updates them."""

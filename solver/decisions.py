@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 import pulp
 
-from lazysched.solver.instance import STATE_CHOICES, Instance, SaveOption, StageCosts, StateChoice, VocabularyOption
+from lazysched.solver.instance import Instance, SaveOption, StageCosts, StateChoice, VocabularyOption
 from lazysched.solver.plans import Choices
 
 Expression: TypeAlias = Any
@@ -28,7 +28,7 @@ class Decisions:
         self.x = [
             [_binary(problem, f"x_{i}_{o}") for o in range(len(options))] for i, options in enumerate(instance.saves)
         ]
-        self.y = [{s: _binary(problem, f"y_{i}_{s}") for s in STATE_CHOICES} for i in range(instance.num_blocks)]
+        self.y = [{s: _binary(problem, f"y_{i}_{s}") for s in states} for i, states in enumerate(instance.states)]
         self.v = [_binary(problem, f"v_{k}") for k in range(len(instance.vocabulary_options))]
         for i in range(instance.num_blocks):
             problem += pulp.lpSum(self.x[i]) == 1
@@ -42,7 +42,7 @@ class Decisions:
     def state(self, block: int, coefficient: Callable[[StageCosts], float], *choices: StateChoice) -> Expression:
         """``coefficient`` of the block if its state choice is one of ``choices``."""
         factor = coefficient(self.instance.blocks[block])
-        return _weighted((self.y[block][choice], factor) for choice in choices)
+        return _weighted((self.y[block][choice], factor) for choice in choices if choice in self.y[block])
 
     def vocabulary(self, coefficient: Callable[[VocabularyOption], float]) -> Expression:
         """Sum over the joint options of embedding and head."""
@@ -60,7 +60,7 @@ class Decisions:
     def choices(self) -> Choices:
         """The choices of the solution just found."""
         return Choices(
-            states=tuple(next(s for s in STATE_CHOICES if _chosen(block[s])) for block in self.y),
+            states=tuple(next(s for s, var in block.items() if _chosen(var)) for block in self.y),
             saves=tuple(next(o for o, var in enumerate(block) if _chosen(var)) for block in self.x),
             vocabulary=next(k for k, var in enumerate(self.v) if _chosen(var)),
         )

@@ -20,6 +20,7 @@ from lazysched.schemas import Profile, StateFormat, Tier
 from lazysched.solver.batches import accumulations
 from lazysched.solver.bounds import least_missing_gb
 from lazysched.solver.decisions import Decisions
+from lazysched.solver.explore import shallowest
 from lazysched.solver.highs import solve_problem
 from lazysched.solver.instance import GB, Candidate, Instance, host_memories, offload_limits
 from lazysched.solver.memory_rows import Budgets, add_memory_rows
@@ -58,12 +59,23 @@ class Question:
     @cached_property
     def instances(self) -> list[Instance]:
         """Every combination worth asking: a deeper prefetch only needs more, and so does memory that is page-locked."""
-        memory = host_memories(self.profile, self.budget_bytes["host"])[-1]
         return [
-            self.make_instance(Candidate(size, count, offload_limit_bytes=limit, host_memory=memory), self.state_format)
+            instance
             for size, count in accumulations(self.profile, self.batch_size).items()
-            for limit in offload_limits(self.profile, size)
+            for instance in self.instances_of(size, count)
         ]
+
+    def instances_of(self, micro_batch: int, accumulation: int) -> list[Instance]:
+        """Those of one micro-batch and accumulation that leave a choice."""
+        memory = host_memories(self.profile, self.budget_bytes["host"])[-1]
+        found = [
+            self.make_instance(
+                shallowest(Candidate(micro_batch, accumulation, offload_limit_bytes=limit, host_memory=memory)),
+                self.state_format,
+            )
+            for limit in offload_limits(self.profile, micro_batch)
+        ]
+        return [instance for instance in found if instance.has_options]
 
     def budgets(self, instance: Instance) -> Budgets:
         """What buffers may fill, less a margin for what HiGHS tolerates."""
@@ -140,9 +152,9 @@ def _order_equal_blocks(problem: pulp.LpProblem, instance: Instance, decisions: 
     Memory does not ask which block has which state; what a block's window holds beside what is kept is best large while
     little is kept, in early blocks.
     """
-    groups: dict[tuple[int, int], list[int]] = defaultdict(list)
-    for i, pair in enumerate(zip(instance.blocks, instance.saves, strict=True)):
-        groups[id(pair[0]), id(pair[1])].append(i)
+    groups: dict[tuple[int, ...], list[int]] = defaultdict(list)
+    for i, alike in enumerate(zip(instance.blocks, instance.saves, instance.states, strict=True)):
+        groups[tuple(map(id, alike))].append(i)
     for members in groups.values():
         options = instance.saves[members[0]]
         largest_first = sorted(range(len(options)), key=lambda o: -options[o].working_gb)

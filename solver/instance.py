@@ -6,8 +6,9 @@ because raw bytes beside milliseconds would span more orders of magnitude than a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from copy import copy
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
@@ -30,10 +31,12 @@ from lazysched.schemas import (
     Profile,
     SaveVariant,
     Stage,
+    StagePlan,
     StateFormat,
     Tier,
     Update,
 )
+from lazysched.solver.pins import Pin, of_stage
 
 GB = 1e9
 
@@ -131,13 +134,21 @@ class Instance:
         candidate: the point of the outer search.
         state_format: of the optimizer state of all stages.
         update: how a step ends.
+        pins: decisions fixed by hand.
 
     Raises:
         UsageError: the profile lacks a figure that the candidate needs.
     """
 
-    def __init__(self, profile: Profile, candidate: Candidate, state_format: StateFormat, update: Update) -> None:
-        self.profile, self.candidate = profile, candidate
+    def __init__(
+        self,
+        profile: Profile,
+        candidate: Candidate,
+        state_format: StateFormat,
+        update: Update,
+        pins: tuple[Pin, ...] = (),
+    ) -> None:
+        self.profile, self.candidate, self.pins = profile, candidate, pins
         self.state_format: StateFormat = state_format
         self.update = update
         self.element_bytes = BYTES_PER_ELEMENT[profile.compute_dtype]
@@ -152,10 +163,28 @@ class Instance:
             if shape not in by_shape:
                 by_shape[shape] = self._costs(stage)
             self.blocks.append(by_shape[shape])
-        one_each = {stage.structure: stage for stage in self.block_stages}
-        by_structure = {structure: self._save_options(stage) for structure, stage in one_each.items()}
-        self.saves: list[tuple[SaveOption, ...]] = [by_structure[stage.structure] for stage in self.block_stages]
+        # Blocks with equal options share one tuple of them, by which the search knows what it may exchange.
+        saves_of: dict[object, tuple[SaveOption, ...]] = {}
+        states_of: dict[object, tuple[StateChoice, ...]] = {}
+        self.saves: list[tuple[SaveOption, ...]] = []
+        self.states: list[tuple[StateChoice, ...]] = []
+        for stage in self.block_stages:
+            own = of_stage(pins, stage)
+            key, states_key = (stage.structure, _fixed(own)), _fixed(own)
+            if key not in saves_of:
+                saves_of[key] = self._save_options(stage, own)
+            if states_key not in states_of:
+                states_of[states_key] = _allowed(STATE_CHOICES, own)
+            self.saves.append(saves_of[key])
+            self.states.append(states_of[states_key])
         self.embed_variant, self.head_variant = self._only(self.embed_stage), self._only(self.head_stage)
+
+    def at(self, candidate: Candidate) -> Instance:
+        """The same with other slots: ``candidate`` may differ in prefetch depth and D2H lag alone."""
+        assert replace(candidate, prefetch_depth=1, d2h_lag=1) == replace(self.candidate, prefetch_depth=1, d2h_lag=1)
+        other = copy(self)
+        other.candidate = candidate
+        return other
 
     # ---- sizes that no decision changes
 
@@ -218,7 +247,13 @@ class Instance:
         ]
         if not self.tied:
             pairs.append(("streamed", "streamed"))
-        return tuple(self._vocabulary(embed, head) for embed, head in pairs)
+        embeds, heads = (_allowed(STATE_CHOICES, of_stage(self.pins, s)) for s in (self.embed_stage, self.head_stage))
+        return tuple(self._vocabulary(embed, head) for embed, head in pairs if embed in embeds and head in heads)
+
+    @property
+    def has_options(self) -> bool:
+        """Whether what is fixed by hand leaves every stage a choice."""
+        return all(self.saves) and all(self.states) and bool(self.vocabulary_options)
 
     def usable_gpu_gb(self, budget_bytes: int) -> float:
         """What buffers may fill of ``budget_bytes`` once the driver context and fragmentation are taken off."""
@@ -307,12 +342,13 @@ class Instance:
     def _only(self, stage: Stage) -> SaveVariant:
         return measured_variants(self.profile, stage.structure, self.candidate.micro_batch)[0]
 
-    def _save_options(self, stage: Stage) -> tuple[SaveOption, ...]:
+    def _save_options(self, stage: Stage, pins: tuple[Pin, ...]) -> tuple[SaveOption, ...]:
         variants = measured_variants(self.profile, stage.structure, self.candidate.micro_batch)
         limit = self.candidate.offload_limit_bytes
         add_s = self._add_s(stage)
         options = [self._save_option(variant, "gpu", add_s) for variant in variants]
         options += [self._save_option(v, "host", add_s) for v in variants if sum(v.saved.values()) <= limit]
+        options = [o for o in options if all(pin.allows(block_plan("gpu", o)) for pin in pins if _of_saving(pin))]
         return tuple(o for o in options if not any(other.dominates(o) for other in options))
 
     def _add_s(self, stage: Stage) -> float:
@@ -336,6 +372,33 @@ class Instance:
             fetch_s=self.link_s("h2d", offloaded),
             working_gb=max(variant.working_forward_bytes, variant.working_backward_bytes) / GB,
         )
+
+
+def stage_plan(state: StateChoice, save: str) -> StagePlan:
+    """Decisions for the embedding or the head."""
+    weights: Literal["gpu", "host"] = "host" if state == "streamed" else "gpu"
+    return StagePlan(weights=weights, state="gpu" if state == "gpu" else "host", save=save)
+
+
+def block_plan(state: StateChoice, option: SaveOption) -> StagePlan:
+    """Decisions for one block: all that it saves goes to the option's tier."""
+    ends = stage_plan(state, option.variant.name)
+    groups = {group: option.tier for group in option.variant.saved if group != "input"}
+    return ends.model_copy(update={"saved_tiers": groups, "input_tier": option.tier})
+
+
+def _of_saving(pin: Pin) -> bool:
+    return pin.field not in ("weights", "state")
+
+
+def _fixed(pins: Iterable[Pin]) -> frozenset[tuple[str, str]]:
+    return frozenset((pin.field, pin.value) for pin in pins)
+
+
+def _allowed(choices: Sequence[StateChoice], pins: Sequence[Pin]) -> tuple[StateChoice, ...]:
+    """Those of ``choices`` that agree with ``pins``."""
+    fixing = [pin for pin in pins if not _of_saving(pin)]
+    return tuple(choice for choice in choices if all(pin.allows(stage_plan(choice, "all")) for pin in fixing))
 
 
 def _curve(profile: Profile, link: str) -> Curve:

@@ -21,12 +21,18 @@ RESIDENT_TIE_S_PER_GB = 1e-6
 
 
 class PlacementProgram:
-    """The program of ``instance`` within ``budgets``; it can be relaxed, solved, and solved again from a start."""
+    """The program of ``instance`` within ``budgets``; it can be relaxed, solved, and solved again from a start.
 
-    def __init__(self, instance: Instance, budgets: Budgets) -> None:
+    Args:
+        instance: its coefficients.
+        budgets: of its memory.
+        memory_of: an instance with other slots, whose memory is counted instead.
+    """
+
+    def __init__(self, instance: Instance, budgets: Budgets, memory_of: Instance | None = None) -> None:
         self.problem = pulp.LpProblem("placement", pulp.LpMinimize)
         self.decisions = Decisions(self.problem, instance)
-        add_memory_rows(self.problem, instance, self.decisions, budgets)
+        add_memory_rows(self.problem, memory_of or instance, self.decisions, budgets)
         self.period = add_time_rows(self.problem, instance, self.decisions)
         self.period.lowBound = instance.compute_bound_s
         self.problem += self.period + _tie_breakers(instance, self.decisions)
@@ -39,7 +45,9 @@ class PlacementProgram:
     def rounded(self) -> Choices:
         """The last relaxed solution, rounded so that every prefix of the blocks keeps its share of each option."""
         decisions = self.decisions
-        states = _spread([[_value(block[s]) for s in STATE_CHOICES] for block in decisions.y])
+        states = _spread(
+            [[_value(block[s]) if s in block else _ABSENT for s in STATE_CHOICES] for block in decisions.y]
+        )
         return Choices(
             states=tuple(STATE_CHOICES[k] for k in states),
             saves=tuple(_spread([[_value(var) for var in block] for block in decisions.x])),
@@ -56,17 +64,24 @@ class PlacementProgram:
         return self.decisions.choices()
 
 
+_ABSENT = -1.0
+"""Share of an option that a block does not have."""
+
+
 def _value(variable: pulp.LpVariable) -> float:
     return float(variable.value() or 0.0)
 
 
 def _spread(shares: list[list[float]]) -> list[int]:
-    """One option per row, such that what rounding took from an option is owed to it in later rows."""
+    """One option per row, such that what rounding took from an option is owed to it in later rows.
+
+    A row's options are those whose share is not ``_ABSENT``.
+    """
     owed = [0.0] * max(len(row) for row in shares)
     result = []
     for row in shares:
-        owed = [debt + share for debt, share in zip(owed, row, strict=False)] + owed[len(row) :]
-        chosen = max(range(len(row)), key=owed.__getitem__)
+        owed = [debt + max(share, 0.0) for debt, share in zip(owed, row, strict=False)] + owed[len(row) :]
+        chosen = max((k for k, share in enumerate(row) if share != _ABSENT), key=owed.__getitem__)
         owed[chosen] -= 1
         result.append(chosen)
     return result

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
 
-from lazysched.schemas import Plan, SaveVariant, StagePlan, Tier, variant_key
-from lazysched.solver.instance import Instance, SaveOption, StateChoice
+from lazysched.schemas import Plan, SaveVariant, Tier, variant_key
+from lazysched.solver.instance import Instance, StateChoice, block_plan, stage_plan
 
 
 @dataclass(frozen=True)
@@ -62,16 +61,3 @@ def make_plan(instance: Instance, choices: Choices, *, budget_bytes: Mapping[Tie
         variants=variants,
         budget_bytes=dict(budget_bytes),
     )
-
-
-def stage_plan(state: StateChoice, save: str) -> StagePlan:
-    """Decisions for the embedding or the head."""
-    weights: Literal["gpu", "host"] = "host" if state == "streamed" else "gpu"
-    return StagePlan(weights=weights, state="gpu" if state == "gpu" else "host", save=save)
-
-
-def block_plan(state: StateChoice, option: SaveOption) -> StagePlan:
-    """Decisions for one block: all that it saves goes to the option's tier."""
-    ends = stage_plan(state, option.variant.name)
-    groups = {group: option.tier for group in option.variant.saved if group != "input"}
-    return ends.model_copy(update={"saved_tiers": groups, "input_tier": option.tier})

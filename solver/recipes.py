@@ -15,7 +15,7 @@ from lazysched.schemas import Plan, Tier
 from lazysched.solver.instance import Candidate, Instance, SaveOption
 from lazysched.solver.memory_rows import Budgets
 from lazysched.solver.plans import Choices
-from lazysched.solver.search import rank_s
+from lazysched.solver.search import allowed_states, rank_s
 from lazysched.solver.simulate import Timeline
 from lazysched.solver.window_replay import GPU, RESIDENT, STREAMED, ChoiceBatch, Ints, WindowReplay
 
@@ -103,6 +103,10 @@ def _combinations(rule: Rule, instance: Instance) -> ChoiceBatch | None:
     for first, rest in rule.states:
         lengths = range(length + 1) if first != rest else (length,)
         rows += [[first] * n + [rest] * (length - n) for n in lengths]
+    allowed = allowed_states(instance)
+    rows = [row for row in rows if all(state in own for state, own in zip(row, allowed, strict=True))]
+    if not rows:
+        return None
     states: Ints = np.array(rows, dtype=np.int64)
     kinds = np.arange(len(instance.vocabulary_options))
     grid = np.indices((len(saves), len(states), len(kinds))).reshape(3, -1)

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import numpy as np
 
+from lazysched.solver.instance import STATE_CHOICES, Instance
 from lazysched.solver.memory_rows import Budgets
 from lazysched.solver.plans import Choices
 from lazysched.solver.window_replay import ChoiceBatch, Evaluation, Floats, Ints, WindowReplay
 
 NUM_PAIRS = 300
 """Sampled changes to two blocks per round."""
+MAX_EXCHANGES = 600
+"""Exchanges of two blocks' options, and of their states, per round."""
 MISFIT_S, MISFIT_S_PER_GB = 1e4, 1e3
 """What exceeding a budget costs, so that a start which does not fit is led back to where it does."""
 LEAST_GAIN = 2e-4
@@ -48,54 +51,73 @@ def rank_s(evaluation: Evaluation, budgets: Budgets) -> Floats:
 
 def _neighbours(replay: WindowReplay, current: ChoiceBatch, random: np.random.Generator) -> ChoiceBatch:
     """All that differs from ``current`` by one move of the kinds above."""
-    instance, num_blocks = replay.instance, replay.num_blocks
-    num_options = np.array([len(options) for options in instance.saves])
-    rows = _single_changes(current.saves[0], num_options)
+    instance = replay.instance
+    saves = [np.arange(len(options)) for options in instance.saves]
+    states = allowed_states(instance)
+    rows = _single_changes(current.saves[0], saves)
     parts = [(rows, _repeat(current.states, len(rows)))]
-    rows = _single_changes(current.states[0], np.full(num_blocks, 3))
+    rows = _single_changes(current.states[0], states)
     parts.append((_repeat(current.saves, len(rows)), rows))
-    swapped = _exchanges(current.saves[0], [id(options) for options in instance.saves])
+    swapped = _exchanges(current.saves[0], [id(options) for options in instance.saves], random)
     parts.append((swapped, _repeat(current.states, len(swapped))))
-    swapped = _exchanges(current.states[0], [0] * num_blocks)
+    swapped = _exchanges(current.states[0], [id(options) for options in instance.states], random)
     parts.append((_repeat(current.saves, len(swapped)), swapped))
-    parts.append(_pair_changes(current, num_options, random))
-    saves, states = (np.concatenate([part[k] for part in parts]) for k in (0, 1))
+    parts.append(_pair_changes(current, saves, states, random))
     num_vocabulary = len(instance.vocabulary_options)
-    vocabulary = np.concatenate([np.repeat(current.vocabulary, len(saves)), np.arange(num_vocabulary)])
-    saves = np.concatenate([saves, _repeat(current.saves, num_vocabulary)])
-    return ChoiceBatch(saves, np.concatenate([states, _repeat(current.states, num_vocabulary)]), vocabulary)
+    parts.append((_repeat(current.saves, num_vocabulary), _repeat(current.states, num_vocabulary)))
+    all_saves, all_states = (np.concatenate([part[k] for part in parts]) for k in (0, 1))
+    unchanged = np.repeat(current.vocabulary, len(all_saves) - num_vocabulary)
+    return ChoiceBatch(all_saves, all_states, np.concatenate([unchanged, np.arange(num_vocabulary)]))
 
 
 def _repeat(row: Ints, times: int) -> Ints:
     return np.repeat(row, times, axis=0)
 
 
-def _single_changes(row: Ints, num_values: Ints) -> Ints:
-    """Rows that differ from ``row`` in one place."""
-    places = [(i, value) for i, count in enumerate(num_values) for value in range(count) if value != row[i]]
+def allowed_states(instance: Instance) -> list[Ints]:
+    """Per block, the state choices that it has, as places in ``STATE_CHOICES``."""
+    return [np.array([STATE_CHOICES.index(choice) for choice in choices]) for choices in instance.states]
+
+
+def _single_changes(row: Ints, values: list[Ints]) -> Ints:
+    """Rows that differ from ``row`` in one place, where they have one of its ``values``."""
+    places = [(i, value) for i, allowed in enumerate(values) for value in allowed if value != row[i]]
     rows = np.tile(row, (len(places), 1))
     for k, (i, value) in enumerate(places):
         rows[k, i] = value
     return rows
 
 
-def _exchanges(row: Ints, kinds: list[int]) -> Ints:
-    """Rows in which two places of one kind with different values are exchanged."""
+def _exchanges(row: Ints, kinds: list[int], random: np.random.Generator) -> Ints:
+    """Rows in which two places of one kind with different values are exchanged; a sample where they are many."""
     length = len(row)
     pairs = [(i, j) for i in range(length) for j in range(i + 1, length) if row[i] != row[j] and kinds[i] == kinds[j]]
+    if len(pairs) > MAX_EXCHANGES:
+        pairs = [pairs[k] for k in random.choice(len(pairs), MAX_EXCHANGES, replace=False)]
     rows = np.tile(row, (len(pairs), 1))
     for k, (i, j) in enumerate(pairs):
         rows[k, [i, j]] = rows[k, [j, i]]
     return rows
 
 
-def _pair_changes(current: ChoiceBatch, num_options: Ints, random: np.random.Generator) -> tuple[Ints, Ints]:
+def _pair_changes(
+    current: ChoiceBatch, save_values: list[Ints], state_values: list[Ints], random: np.random.Generator
+) -> tuple[Ints, Ints]:
     """Random changes to two places: two save options, or one save option and one state."""
     saves, states = _repeat(current.saves, NUM_PAIRS), _repeat(current.states, NUM_PAIRS)
     rows = np.arange(NUM_PAIRS)
-    places = random.integers(0, len(num_options), size=(2, NUM_PAIRS))
-    saves[rows, places[0]] = random.integers(0, num_options[places[0]])
+    places = random.integers(0, len(save_values), size=(2, NUM_PAIRS))
     half = NUM_PAIRS // 2
-    saves[rows[:half], places[1, :half]] = random.integers(0, num_options[places[1, :half]])
-    states[rows[half:], places[1, half:]] = random.integers(0, 3, size=NUM_PAIRS - half)
+    saves[rows, places[0]] = _drawn(save_values, places[0], random)
+    saves[rows[:half], places[1, :half]] = _drawn(save_values, places[1, :half], random)
+    states[rows[half:], places[1, half:]] = _drawn(state_values, places[1, half:], random)
     return saves, states
+
+
+def _drawn(values: list[Ints], places: Ints, random: np.random.Generator) -> Ints:
+    """One of the values of each place."""
+    counts = np.array([len(allowed) for allowed in values])
+    table = np.zeros((len(values), counts.max()), dtype=np.int64)
+    for row, allowed in zip(table, values, strict=True):
+        row[: len(allowed)] = allowed
+    return table[places, random.integers(0, counts[places])]

@@ -1,14 +1,15 @@
 """``solve``: from a profile to the fastest plan that fits.
 
-Micro-batch, prefetch depth and the size that a block may send to the host are searched outside the integer program, as
-is whether host memory is page-locked where that is limited:
+Micro-batch, the size that a block may send to the host, prefetch depth and D2H lag are searched outside the integer
+program, as is whether host memory is page-locked where that is limited:
 
-1. every combination gets a quick lower bound (``bounds``); recipes give the first incumbent;
-2. combinations whose bound leaves room are relaxed; relaxed solutions of the most promising are rounded and improved
-   (``search``);
-3. the lowest bound is raised, by relaxing, improving and at last solving the mixed-integer program of that combination
-   from its incumbent, until no combination can beat the best plan by more than the gap, or time is up;
-4. the finalists are lowered and simulated; the fastest that keeps its budgets in the simulation is the plan.
+1. every combination of the first two gets a quick lower bound (``bounds``); recipes give the first incumbent;
+2. combinations whose bound leaves room are explored, with one depth and lag (``explore``);
+3. the best plan is tried with every other depth and lag;
+4. the program of the best plan is solved from that plan;
+5. the lowest bound is raised, by relaxing and at last solving the program of that combination, depth and lag, until
+   none can beat the best plan by more than the gap, or time is up;
+6. the finalists are lowered and simulated; the fastest that keeps its budgets in the simulation is the plan.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import itertools
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Literal, get_args
 
@@ -27,6 +28,16 @@ from lazysched.schemas import HostMemory, Plan, Profile, SolverReport, StateForm
 from lazysched.solver import infeasible, recipes, remedies
 from lazysched.solver.batches import accumulations
 from lazysched.solver.bounds import count_bound_s
+from lazysched.solver.explore import (
+    FIRST_DEPTH,
+    FIRST_LAG,
+    PREFETCH_DEPTHS,
+    Task,
+    explore_all,
+    polished,
+    shallowest,
+    variations,
+)
 from lazysched.solver.input_checks import check_arguments, check_model
 from lazysched.solver.instance import (
     Candidate,
@@ -38,27 +49,25 @@ from lazysched.solver.instance import (
 from lazysched.solver.interrupts import INTERRUPTS
 from lazysched.solver.memory_rows import Budgets
 from lazysched.solver.milp import PlacementProgram
+from lazysched.solver.pins import Pin, parse_pins
 from lazysched.solver.plans import Choices, make_plan
 from lazysched.solver.recipes import Found, Recipe
-from lazysched.solver.search import improve
 from lazysched.solver.simulate import Timeline, simulate
 from lazysched.solver.window_replay import ChoiceBatch, WindowReplay
 
-PREFETCH_DEPTHS = (1, 2)
-NUM_RELAXED, NUM_DESCENTS = 10, 3
-"""Combinations that are relaxed, and of these improved, at most, before the proof begins."""
+ROUND = 4
+"""Combinations that are explored against the same incumbent, so that the number of cores changes no plan."""
 NUM_FINALISTS = 4
 """Plans that are simulated at most."""
 UNPLANNED_BYTES: dict[Tier, int] = {"gpu": 5 * 10**8, "host": 8 * 10**9}
 """Left out of what was free when that is the budget: beside a plan's buffers the driver takes some of the GPU for what
 is page-locked and loaded later, and the process some of the host for libraries, compiler workers and data."""
-MAX_ROUNDS = 60
 SIMULATED_STEPS = 4
 MAX_TIGHTENINGS = 3
 """How often budgets are tightened when the simulation disagrees with the memory rows."""
 Budget = Literal["gpu", "host", "pinned"]
 """What limits a plan: memory of the tiers, and how much of the host's can be page-locked."""
-MIN_PROGRAM_S, PROOF_SHARE = 1.0, 0.3
+MIN_PROOF_S, PROOF_SHARE = 1.0, 0.3
 """Time for the proof: at least the first, otherwise this share of what the search before it took."""
 
 
@@ -104,6 +113,7 @@ def solve(
     gpu_memory_bytes: int | None = None,
     host_memory_bytes: int | None = None,
     nvme_bytes: int = 0,
+    pins: Sequence[str] = (),
     max_grad_norm: float | None = 1.0,
     check_finite: bool = True,
     optimizer_state: StateFormat = "hybrid8",
@@ -121,6 +131,7 @@ def solve(
         gpu_memory_bytes: budget, driver context included; None: what was free, beside a GPU less 0.5 GB.
         host_memory_bytes: likewise for the host; None: what was free, beside a GPU less 8 GB.
         nvme_bytes: must be 0 for now.
+        pins: decisions fixed by hand, as ``block[0:4].weights=gpu``; see ``lazysched.solver.pins``.
         max_grad_norm: global gradient norm to clip to; None gives clipping up.
         check_finite: skip steps whose gradient is not finite; False, which needs no clipping, lets updates start during
             the backward.
@@ -149,7 +160,10 @@ def solve(
     memories = host_memories(profile, budget_bytes["host"])
     check_profile(profile, optimizer_state, memories)
     update = _update(max_grad_norm, check_finite)
-    settings = _Settings(profile, batch_size, budget_bytes, memories, update, optimizer_state, time_limit_s, gap, seed)
+    settings = _Settings(
+        profile, batch_size, budget_bytes, memories, update, optimizer_state, parse_pins(pins, profile.stages),
+        time_limit_s, gap, seed,
+    )  # fmt: skip
     return _Search(settings).run()
 
 
@@ -161,6 +175,7 @@ class _Settings:
     host_memories: tuple[HostMemory, ...]
     update: Update
     state_format: StateFormat
+    pins: tuple[Pin, ...]
     time_limit_s: float
     gap: float
     seed: int
@@ -218,12 +233,13 @@ class _Search:
     def _search(self) -> Solution:
         """Tightens the budgets when the simulation of the winner exceeds them."""
         for _ in range(MAX_TIGHTENINGS + 1):
-            self.compared = []
             self._recipes()
             self._bound_all()
-            self._begin_descent()
-            for memory in self.settings.host_memories:
-                self._descend(memory)
+            self._explore()
+            self._vary()
+            if not self.found:
+                self._first_that_fits()
+            self._solve_best()
             self._prove()
             winner = self._judge()
             if winner is not None:
@@ -243,6 +259,7 @@ class _Search:
     # ---- parts
 
     def _recipes(self) -> None:
+        self.compared = []
         for rule in recipes.RULES:
             candidates = [
                 Candidate(
@@ -254,85 +271,96 @@ class _Search:
                 for memory in self.settings.host_memories
                 for size, accumulation in self.accumulations.items()
             ]
-            found = recipes.best_of_rule(rule, map(self._instance, candidates), self._budgets)
+            instances = [instance for instance in map(self._instance, candidates) if instance.has_options]
+            found = recipes.best_of_rule(rule, instances, self._budgets)
             self.compared.append((rule.name, found))
             if found is not None:
                 self._keep(found)
 
     def _bound_all(self) -> None:
-        """Quick bounds of all combinations; a deeper prefetch shares that of the shallow one."""
-        for shallow in self._combinations(PREFETCH_DEPTHS[:1]):
-            instance = self._instance(shallow)
-            bound_s = count_bound_s(instance, self._budgets(instance), max(PREFETCH_DEPTHS))
-            for depth in PREFETCH_DEPTHS:
-                self.bounds[replace(shallow, prefetch_depth=depth)] = bound_s
+        """Quick bounds of all combinations, which hold for every prefetch depth and D2H lag."""
+        self.bounds.clear()
+        for first in self._combinations():
+            instance = self._instance(shallowest(first))
+            self.bounds[first] = count_bound_s(instance, self._budgets(instance), max(PREFETCH_DEPTHS))
+        if not self.bounds:
+            fixed = ", ".join(pin.text for pin in self.settings.pins)
+            raise UsageError(
+                f"pin: {fixed}: no stage can be all that; a variant's name is in the profile, tiers differ"
+            )
 
-    def _begin_descent(self) -> None:
-        self.programs: dict[Candidate, PlacementProgram] = {}
-        self.rounded: dict[Candidate, Choices] = {}
-        self.improved: set[Candidate] = set()
+    def _explore(self) -> None:
+        """Look for plans of the combinations, the most promising first, as long as their bounds leave room."""
+        waiting = sorted(self.bounds, key=lambda candidate: self.bounds[candidate])
+        while self._remaining_s() > 0:
+            chosen = [candidate for candidate in waiting if self._may_improve(candidate)][:ROUND]
+            if not chosen:
+                break
+            waiting = [candidate for candidate in waiting if candidate not in chosen]
+            for explored in explore_all([self._task(candidate) for candidate in chosen]):
+                self._raise_bound(explored.candidate, explored.bound_s)
+                if explored.found is not None:
+                    self._keep(explored.found)
 
-    def _descend(self, memory: HostMemory) -> None:
-        """Relax the shallow combinations, improve the most promising, and try the best of them with deeper prefetch."""
-        shallow = [c for c in self.bounds if c.prefetch_depth == PREFETCH_DEPTHS[0] and c.host_memory == memory]
-        for candidate in sorted(shallow, key=lambda c: self.bounds[c])[:NUM_RELAXED]:
-            if self._remaining_s() > 0 and self._may_improve(candidate):
-                self._relax(candidate)
-        relaxed = [c for c in self.programs if c.host_memory == memory]
-        for candidate in sorted(relaxed, key=lambda c: self.bounds[c])[:NUM_DESCENTS]:
-            if self._remaining_s() > 0 and self._may_improve(candidate):
-                self._improve(candidate, self.rounded[candidate])
-        found = [f for f in self.found.values() if f.candidate.host_memory == memory]
-        if found and self._remaining_s() > 0:
+    def _task(self, candidate: Candidate) -> Task:
+        settings, instance = self.settings, self._instance(candidate)
+        budgets = self._budgets(instance)
+        return Task(instance, budgets, self._best_s(), settings.gap, max(self._remaining_s(), 0.1), settings.seed)
+
+    def _vary(self) -> None:
+        """Try the best plans of each kind of host memory with every other prefetch depth and D2H lag."""
+        for memory in self.settings.host_memories:
+            found = [f for f in self.found.values() if f.candidate.host_memory == memory]
+            if not found or self._remaining_s() <= 0:
+                continue
             best = min(found, key=lambda f: f.step_s)
-            for depth in PREFETCH_DEPTHS:
-                if depth != best.candidate.prefetch_depth:
-                    self._improve(replace(best.candidate, prefetch_depth=depth), best.choices)
+            for candidate in variations(best.candidate):
+                self._improve(candidate, best.choices)
 
-    def _relax(self, candidate: Candidate) -> None:
-        """Bound a combination by its relaxed program, and keep that if the bound leaves room."""
-        instance = self._instance(candidate)
-        program = PlacementProgram(instance, self._budgets(instance))
-        bound_s = program.lower_bound_s(self._remaining_s())
-        self.bounds[candidate] = max(self.bounds[candidate], bound_s)
-        if self._may_improve(candidate):
-            self.programs[candidate] = program
-            self.rounded[candidate] = program.rounded()
+    def _solve_best(self) -> None:
+        """Solve the mixed-integer program of the best plan's combination, depth and lag, from that plan.
+
+        From here on every depth and lag has a bound of its own.
+        """
+        for candidate, bound_s in list(self.bounds.items()):
+            self.bounds |= dict.fromkeys(variations(candidate), bound_s)
+        best = min(self.found.values(), key=_step_s)
+        if self._may_improve(best.candidate):
+            self._solve_program(best.candidate, self._program(best.candidate), self._share_s())
+
+    def _share_s(self) -> float:
+        """Time for one part of the proof."""
+        return min(max(MIN_PROOF_S, PROOF_SHARE * self._elapsed_s()), max(self._remaining_s(), 0.1))
 
     def _improve(self, candidate: Candidate, start: Choices) -> None:
-        self.improved.add(candidate)
         instance = self._instance(candidate)
-        replay, budgets = WindowReplay(instance), self._budgets(instance)
-        choices = improve(replay, budgets, start, seed=self.settings.seed, max_rounds=MAX_ROUNDS)
-        self._consider(candidate, choices, replay, budgets)
-
-    def _consider(self, candidate: Candidate, choices: Choices, replay: WindowReplay, budgets: Budgets) -> None:
-        evaluation = replay.evaluate(ChoiceBatch.of([choices]))
-        if evaluation.fits(budgets)[0]:
-            self._keep(Found(candidate, choices, float(evaluation.step_s[0])))
+        found = polished(instance, self._budgets(instance), start, self.settings.seed)
+        if found is not None:
+            self._keep(found)
 
     def _prove(self) -> None:
         """Raise the lowest bound, again and again, until it proves the incumbent good enough or time is up."""
-        if not self.found:
-            self._first_that_fits()
-        allowed_s = max(MIN_PROGRAM_S, PROOF_SHARE * self._elapsed_s())
-        until_s = min(self.settings.time_limit_s, self._elapsed_s() + allowed_s)
+        until_s = self._elapsed_s() + self._share_s()
+        programs: dict[Candidate, PlacementProgram] = {}
         solved: set[Candidate] = set()
         while self._elapsed_s() < until_s:
             open_ = [c for c in self.bounds if self._may_improve(c) and c not in solved]
             if not open_:
                 break
             candidate = min(open_, key=lambda c: self.bounds[c])
-            if candidate not in self.programs:
-                self._relax(candidate)
-            elif candidate not in self.improved:
-                self._improve(candidate, self.rounded[candidate])
-            else:
-                left_s = until_s - self._elapsed_s()
-                self._solve_program(candidate, self.programs[candidate], max(left_s / 2, MIN_PROGRAM_S / 2))
+            if candidate in programs:
+                self._solve_program(candidate, programs[candidate], max((until_s - self._elapsed_s()) / 2, 0.1))
                 solved.add(candidate)
+            else:
+                programs[candidate] = self._program(candidate)
+                self._raise_bound(candidate, programs[candidate].lower_bound_s(self._remaining_s()))
+
+    def _program(self, candidate: Candidate) -> PlacementProgram:
+        instance = self._instance(candidate)
+        return PlacementProgram(instance, self._budgets(instance))
 
     def _solve_program(self, candidate: Candidate, program: PlacementProgram, time_limit_s: float) -> None:
+        """Solve a combination's program from its best plan; descent goes on from what is found."""
         own = self.found.get(candidate)
         outcome = program.solve(
             gap=self.settings.gap,
@@ -340,10 +368,12 @@ class _Search:
             seed=self.settings.seed,
             start=own.choices if own else None,
         )
-        self.bounds[candidate] = max(self.bounds[candidate], outcome.bound)
+        self._raise_bound(candidate, outcome.bound)
         if outcome.has_solution:
-            instance = self._instance(candidate)
-            self._consider(candidate, program.choices(), WindowReplay(instance), self._budgets(instance))
+            self._improve(candidate, program.choices())
+
+    def _raise_bound(self, candidate: Candidate, bound_s: float) -> None:
+        self.bounds[candidate] = max(self.bounds[candidate], bound_s)
 
     def _first_that_fits(self) -> None:
         """The last resort: any plan that fits at all, or the explanation why there is none."""
@@ -369,8 +399,8 @@ class _Search:
         """
         best: tuple[Found, Plan, Timeline] | None = None
         excess: Mapping[Budget, int] = {}
-        finalists = sorted(self.found.values(), key=lambda f: f.step_s)[:NUM_FINALISTS]
         by_recipe = [found for _, found in self.compared if found is not None]
+        finalists = sorted(self.found.values(), key=lambda f: f.step_s)[:NUM_FINALISTS]
         for found in [*finalists, *(found for found in by_recipe if found not in finalists)]:
             plan, timeline = self._simulate(found)
             over = self._over_budget(timeline)
@@ -384,13 +414,14 @@ class _Search:
 
     # ---- helpers
 
-    def _combinations(self, depths: Sequence[int] = PREFETCH_DEPTHS) -> list[Candidate]:
-        """Every point of the outer search."""
-        return [
-            Candidate(size, accumulation, depth, offload_limit_bytes=limit, host_memory=memory)
+    def _combinations(self) -> list[Candidate]:
+        """Every combination of the outer search that leaves a choice, with the first depth and lag."""
+        every = [
+            Candidate(size, accumulation, FIRST_DEPTH, FIRST_LAG, limit, memory)
             for size, accumulation in self.accumulations.items()
-            for limit, memory, depth in itertools.product(self.limits[size], self.settings.host_memories, depths)
+            for limit, memory in itertools.product(self.limits[size], self.settings.host_memories)
         ]
+        return [candidate for candidate in every if self._instance(candidate).has_options]
 
     def _instance(self, candidate: Candidate) -> Instance:
         if candidate not in self.instances:
@@ -398,7 +429,7 @@ class _Search:
         return self.instances[candidate]
 
     def _make_instance(self, candidate: Candidate, state_format: StateFormat) -> Instance:
-        return Instance(self.profile, candidate, state_format, self.settings.update)
+        return Instance(self.profile, candidate, state_format, self.settings.update, self.settings.pins)
 
     def _budgets(self, instance: Instance) -> Budgets:
         budget, withheld = self.settings.budget_bytes, self.withheld_bytes
@@ -419,9 +450,7 @@ class _Search:
         if known is None or found.step_s < known.step_s:
             self.found[found.candidate] = found
 
-    def _best_s(self, candidate: Candidate | None = None) -> float:
-        if candidate is not None:
-            return self.found[candidate].step_s if candidate in self.found else math.inf
+    def _best_s(self) -> float:
         return min((f.step_s for f in self.found.values()), default=math.inf)
 
     def _may_improve(self, candidate: Candidate) -> bool:
@@ -474,3 +503,7 @@ class _Search:
         ]
         plan = plan.model_copy(update={"predicted": timeline.prediction(), "solver": report, "profile": self.profile})
         return Solution(plan, timeline, shown, tried, interrupted)
+
+
+def _step_s(found: Found) -> float:
+    return found.step_s

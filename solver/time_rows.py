@@ -161,7 +161,7 @@ class _TimeRows:
             gate = w - self.depth - 1
             between = [self._block(k) for k in range(gate, w + 1)]
             # A stage in between that does not stream leaves its turn to this one, which starts a window earlier.
-            idle = [1 - self.decisions.y[b]["streamed"] for b in between if b is not None]
+            idle = [1 - self.decisions.state(b, lambda c: 1.0, "streamed") for b in between if b is not None]
             self.problem += self.tx[w] >= self._compute_end(gate) - self.shortest_s * pulp.lpSum(idle)
 
     def _fetch_rows(self) -> None:

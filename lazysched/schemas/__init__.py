@@ -1,6 +1,7 @@
 """The schemas that every part of lazysched shares: Profile -> Plan -> Program."""
 
 from lazysched.schemas.base import BYTES_PER_ELEMENT, AttentionBackend, Document, Dtype, Engine, Phase, Schema, Tier
+from lazysched.schemas.hardware import Figure, Hardware
 from lazysched.schemas.model import Stage
 from lazysched.schemas.plan import (
     FP32_STATE_ELEMENTS,
@@ -19,7 +20,7 @@ from lazysched.schemas.recording import Recording, TimedOp
 
 __all__ = [
     "BYTES_PER_ELEMENT", "FP32_STATE_ELEMENTS", "AttentionBackend", "Buffer", "Curve", "Document", "Dtype", "Engine",
-    "HostMemory", "Op", "OpKind", "Phase", "Plan", "Prediction", "Profile", "Program", "Rate", "Recording",
-    "SaveVariant", "Schema", "SolverReport", "Stage", "StagePlan", "StateFormat", "Tier", "TimedOp", "Timing", "Update",
-    "interquartile", "variant_key",
+    "Figure", "Hardware", "HostMemory", "Op", "OpKind", "Phase", "Plan", "Prediction", "Profile", "Program", "Rate",
+    "Recording", "SaveVariant", "Schema", "SolverReport", "Stage", "StagePlan", "StateFormat", "Tier", "TimedOp",
+    "Timing", "Update", "interquartile", "variant_key",
 ]  # fmt: skip

@@ -86,7 +86,10 @@ class Document(Schema):
             raise UsageError(f"{origin}: {_first_problem(error)}") from None
 
 
-_TELLING_KEYS = {"Profile": "links", "Plan": "accumulation", "Program": "ops", "Recording": "durations"}
+_TELLING_KEYS = {
+    "Profile": "links", "Plan": "accumulation", "Program": "ops", "Recording": "durations",
+    "Hardware": "matmul_flop_per_s",
+}  # fmt: skip
 
 
 def _refuse_other_kind(expected: str, data: Any, origin: str) -> None:
@@ -95,7 +98,11 @@ def _refuse_other_kind(expected: str, data: Any, origin: str) -> None:
         raise UsageError(f"{origin}: holds no object; name the {expected.lower()} that lazysched wrote")
     for kind, key in _TELLING_KEYS.items():
         if kind != expected and key in data and _TELLING_KEYS.get(expected) not in data:
-            raise UsageError(f"{origin}: is a {kind.lower()}, not a {expected.lower()}; name the other file")
+            raise UsageError(f"{origin}: is a {_called(kind)}, not a {_called(expected)}; name the other file")
+
+
+def _called(kind: str) -> str:
+    return "hardware file" if kind == "Hardware" else kind.lower()
 
 
 def _read(path: Path) -> Any:

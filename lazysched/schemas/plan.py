@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field, model_validator
 
 from lazysched.schemas.base import AttentionBackend, Document, Dtype, Engine, Schema, Tier
 from lazysched.schemas.profile import Profile, SaveVariant
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 StateFormat = Literal["fp32", "hybrid8"]
 """Format of optimizer state: the exact reference, or 8-bit moments with fp32 ones for small tensors."""
@@ -22,16 +25,21 @@ class StagePlan(Schema):
     """Decisions for one stage."""
 
     weights: Tier
-    """``gpu`` is resident; otherwise they are streamed from that tier for each pass."""
+    """``gpu`` is resident; otherwise they are streamed from that tier for each pass. ``nvme`` needs state there too."""
     state: Tier
-    """Where the optimizer state lives; its tier fixes the processor that updates."""
+    """Where the optimizer state lives; its tier fixes the processor that updates: the host's for ``host`` and
+    ``nvme``."""
     state_format: StateFormat = "fp32"
     save: str = "all"
     """Name of a save variant of the stage's structure."""
     saved_tiers: dict[str, Tier] = Field(default_factory=dict)
-    """Tier per saved tensor group of that variant, the input excepted."""
+    """Tier per saved tensor group of that variant, the input excepted. What a block sends away goes to one tier."""
     segment: int = Field(default=1, ge=1)
-    """Blocks of one segment keep only its first input."""
+    """Length of the run of consecutive blocks, all of one structure and variant, that the block is part of; all of them
+    say it, and one run follows the other. From its forward a segment of several blocks keeps the input of its first
+    alone, in that block's ``input_tier``. Its backward first runs the blocks forward again, in order, each for all
+    micro-batches, and what their variant saves, inner inputs included, is on the GPU until each block's backward:
+    ``saved_tiers``, and ``input_tier`` of all but the first, are ``gpu``."""
     input_tier: Tier = "gpu"
     """Where the block's input waits for the backward."""
 
@@ -134,6 +142,16 @@ class Plan(Document):
     profile: Profile | None = None
     """What the plan was solved from, so that it can be simulated and explained; null in a plan written by hand."""
 
+    def to_frame(self, profile: Profile | None = None) -> pd.DataFrame:
+        """One row per stage: the decisions, and what they take and cost in one step; ``solver.plan_frame`` says how.
+
+        Args:
+            profile: of the machine to be; None: the one in the plan.
+        """
+        from lazysched.solver.plan_frame import plan_frame
+
+        return plan_frame(self, profile)
+
     @model_validator(mode="after")
     def _consistent(self) -> Plan:
         rows = self.micro_batch * self.accumulation * self.world_size
@@ -147,6 +165,8 @@ class Plan(Document):
         for stage_id, choice in self.stages.items():
             if choice.state == "gpu" and choice.weights != "gpu":
                 raise ValueError(f"stages.{stage_id}: state on gpu needs weights on gpu")
+            if choice.weights == "nvme" and choice.state != "nvme":
+                raise ValueError(f"stages.{stage_id}: weights on nvme need state on nvme")
         return self
 
 

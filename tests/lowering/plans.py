@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from hypothesis import strategies as st
 
-from lazysched.schemas import Plan, SaveVariant, Stage, StagePlan, StateFormat, Timing, Update, variant_key
+from lazysched.schemas import Plan, SaveVariant, Stage, StagePlan, StateFormat, Tier, Timing, Update, variant_key
 
 NOT_TIMED = Timing(median_s=None, reason="synthetic")
 
@@ -31,21 +31,44 @@ def end_variants(structure: str) -> dict[str, SaveVariant]:
 
 
 @st.composite
-def stage_choices(draw: st.DrawFn, stage: Stage, variants: Sequence[SaveVariant], formats: Sequence[StateFormat]) -> (
-    StagePlan
-):  # fmt: skip
-    state = draw(st.sampled_from(["host", "gpu"]))
-    weights = "gpu" if state == "gpu" else draw(st.sampled_from(["host", "gpu"]))
+def stage_choices(
+    draw: st.DrawFn,
+    stage: Stage,
+    variants: Sequence[SaveVariant],
+    formats: Sequence[StateFormat],
+    tiers: Sequence[Tier],
+) -> StagePlan:
+    state = draw(st.sampled_from(tiers[::-1]))
+    behind = ("gpu", "host") if state == "host" else ("gpu", "host", "nvme")
+    weights = "gpu" if state == "gpu" else draw(st.sampled_from(behind[::-1]))
     state_format = draw(st.sampled_from(formats))
     if not stage.is_block:
         return StagePlan(weights=weights, state=state, state_format=state_format)
     variant = draw(st.sampled_from(variants))
-    tier = st.sampled_from(["host", "gpu"])
+    away = [tier for tier in tiers if tier != "gpu"]
+    tier = st.sampled_from([draw(st.sampled_from(away)) if len(away) > 1 else away[0], "gpu"])
     saved_tiers = {group: draw(tier) for group in variant.saved if group != "input"}
     return StagePlan(
         weights=weights, state=state, state_format=state_format, save=variant.name, saved_tiers=saved_tiers,
         input_tier=draw(tier),
     )  # fmt: skip
+
+
+@st.composite
+def segmented(draw: st.DrawFn, choices: dict[str, StagePlan], blocks: Sequence[Stage]) -> dict[str, StagePlan]:
+    """The same choices with some runs of alike blocks made segments."""
+    choices, start = dict(choices), 0
+    while start < len(blocks):
+        structures = [stage.structure for stage in blocks[start : start + 4]]
+        alike = next((n for n, structure in enumerate(structures) if structure != structures[0]), len(structures))
+        length = draw(st.integers(1, alike))
+        first = choices[blocks[start].id]
+        for stage in blocks[start : start + length] if length > 1 else ():
+            kept = {"save": first.save, "saved_tiers": dict.fromkeys(first.saved_tiers, "gpu"), "segment": length}
+            input_tier = first.input_tier if stage is blocks[start] else "gpu"
+            choices[stage.id] = choices[stage.id].model_copy(update={**kept, "input_tier": input_tier})
+        start += length
+    return choices
 
 
 @st.composite
@@ -62,12 +85,20 @@ def plans(
     loss_chunk_tokens: int = 16,
     formats: Sequence[StateFormat] = ("fp32", "hybrid8"),
     fp32_state_elements: int = 1000,
+    executable: bool = True,
 ) -> Plan:
-    """A valid plan whose placement decisions are random, as is the check for finite gradients where nothing clips."""
+    """A valid plan whose placement decisions are random, as is the check for finite gradients where nothing clips.
+
+    Where it need not be executable, files and segments are among the decisions.
+    """
     of = {
         stage.structure: [v for key, v in variants.items() if key == variant_key(stage.structure, v.name)]
         for stage in stages
     }
+    tiers: Sequence[Tier] = ("gpu", "host") if executable else ("gpu", "host", "nvme")
+    choices = {stage.id: draw(stage_choices(stage, of[stage.structure], formats, tiers)) for stage in stages}
+    if not executable:
+        choices = draw(segmented(choices, stages[1:-1]))
     check_finite = True if clip_norm is not None else draw(st.booleans())
     return Plan.model_validate(
         {
@@ -76,7 +107,7 @@ def plans(
             "accumulation": accumulation, "loss_chunk_tokens": loss_chunk_tokens,
             "prefetch_depth": draw(st.integers(1, 3)), "d2h_lag": draw(st.integers(0, 2)),
             "update": Update(clip_norm=clip_norm, check_finite=check_finite), "variants": variants, "budget_bytes": {},
-            "stages": {stage.id: draw(stage_choices(stage, of[stage.structure], formats)) for stage in stages},
-            "fp32_state_elements": fp32_state_elements, "host_memory": draw(st.sampled_from(["pinned", "pageable"])),
+            "stages": choices, "fp32_state_elements": fp32_state_elements,
+            "host_memory": draw(st.sampled_from(["pinned", "pageable"])),
         }
     )  # fmt: skip

@@ -13,7 +13,8 @@ import pytest
 
 from lazysched.cli import main
 from lazysched.errors import InfeasibleError, RunError
-from lazysched.schemas import Plan, Profile
+from lazysched.profiles.library_files import load_hardware
+from lazysched.schemas import Hardware, Plan, Profile
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -100,6 +101,33 @@ def refused(capsys: pytest.CaptureFixture[str], arguments: list[str], exit_code:
         (["profile", "--from-run", "out", "--profile", "profile.json", "-o", "p.json"], "out: no such folder"),
         (["profile", "--from-run", ".", "--profile", "profile.json", "-o", "p.json"], "has no measured_ops.json"),
         (["profile", "--from-run", ".", "--profile", "plan.json", "-o", "p.json"], "is a plan, not a profile"),
+        (["solve", "--batch-size", "2", "-o", "p.json"], "PROFILE: missing"),
+        (["solve", "--hardware", "rtx4090", "--batch-size", "2", "-o", "p.json"], "--model: missing"),
+        (["solve", "--model", "config.json", "--batch-size", "2", "-o", "p.json"], "PROFILE: missing"),
+        (
+            ["solve", "profile.json", "--hardware", "rtx4090", "--batch-size", "2", "-o", "p.json"],
+            "--hardware: means nothing beside PROFILE",
+        ),
+        (["solve", "profile.json", "--seq-len", "8", "--batch-size", "2", "-o", "p.json"], "--seq-len: means nothing"),
+        (
+            ["solve", "profile.json", "--micro-batch", "2", "--batch-size", "2", "-o", "p.json"],
+            "--micro-batch: means nothing",
+        ),
+        (
+            ["solve", "--hardware", "rtx490", "--model", "c.json", "--batch-size", "2", "-o", "p.json"],
+            "'rtx490' is not in the library; use rtx4090, rtx3090, rtx5090, ",
+        ),
+        (
+            ["solve", "--hardware", "plan.json", "--model", "c.json", "--batch-size", "2", "-o", "p.json"],
+            "plan.json: is a plan, not a hardware file",
+        ),
+        (
+            ["solve", "--hardware", "h200", "--model", "c.json", "--batch-size", "2", "-o", "p.json"],
+            "model: c.json: no such file",
+        ),
+        (["profile", "model", "--hardware-only", "-o", "p.yaml"], "MODEL: means nothing with --hardware-only"),
+        (["profile", "--hardware-only", "--seq-len", "8", "-o", "p.yaml"], "--seq-len: means nothing with --hardware"),
+        (["profile", "--hardware-only", "--no-compile", "-o", "p.yaml"], "--compile: means nothing with --hardware"),
         ([*TRAIN, "--plan", "plan.json", "--trace-steps", "3"], "--trace-steps: '3'"),
         ([*TRAIN, "--plan", "absent.json"], "absent.json: no such file"),
         ([*TRAIN, "--plan", "plan.json", "--lr-scheduler-type", "step"], "--lr-scheduler-type"),
@@ -192,6 +220,29 @@ def test_profile_passes_every_micro_batch_and_writes(in_tmp: Path, monkeypatch: 
         "compiled": None, "packing": False, "pin_limit_bytes": 1_500_000_000,
     }  # fmt: skip
     assert Profile.load("new.yaml") == PROFILE
+
+
+def test_hardware_only_measures_no_model(in_tmp: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hardware = load_hardware("h200")
+    measure = Calls(hardware)
+    replace_module(monkeypatch, "lazysched.profiles.hardware", measure_hardware=measure)
+    flags = ["--hardware-only", "--device", "cpu", "--storage", "disk", "--pin-limit", "2GB"]
+    assert main(["profile", *flags, "-o", "mine.yaml"]) == 0
+    assert measure == {"device": "cpu", "storage_dir": "disk", "pin_limit_bytes": 2 * 10**9}
+    assert Hardware.load("mine.yaml") == hardware
+
+
+def test_an_estimate_takes_the_place_of_a_profile(
+    in_tmp: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (in_tmp / "config.json").write_text('{"model_type": "llama", "num_hidden_layers": 2}', encoding="utf-8")
+    flags = ["--hardware", "RTX4090", "--model", "config.json", "--seq-len", "512", "--micro-batch", "2"]
+    assert main(["solve", *flags, "--micro-batch", "4", "--batch-size", "4", "-o", "new.json"]) == 0
+    profile = Plan.load("new.json").profile
+    assert profile is not None
+    assert (profile.estimated, profile.seq_len) == (True, 512)
+    assert sorted(profile.variants["LlamaDecoderLayer"]) == [2, 4]
+    assert "the profile holds estimates" in " ".join(capsys.readouterr().out.split())
 
 
 def test_train_passes_the_plan_and_its_flags(in_tmp: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,10 +41,20 @@ def _import_all(room: str) -> str:
         "import lazysched.cli; assert lazysched.cli.main(['train', '--plan=p', '--model=m', '--data=d', "
         "'--output-dir=o']) == 2",
         "import lazysched.profiles.refine",
+        "import lazysched.profiles.estimate, lazysched.profiles.library_files, lazysched.profiles.shapes",
     ],
 )
 def test_light_entries_load_nothing_heavy(tmp_path: Path, code: str) -> None:
     assert not _loaded(tmp_path, code) & {"torch", "transformers", "pulp", "reasoning_gym"}
+
+
+def test_planning_by_an_estimate_never_loads_torch(tmp_path: Path) -> None:
+    config = '{"model_type": "llama", "num_hidden_layers": 2}'
+    (tmp_path / "config.json").write_text(config, encoding="utf-8")
+    arguments = ["solve", "--hardware", "rtx4090", "--model", "config.json", "--batch-size", "2", "-o", "plan.json"]
+    code = f"import lazysched.cli; assert lazysched.cli.main({arguments}) == 0"
+    assert not _loaded(tmp_path, code) & {"torch", "transformers"}
+    assert (tmp_path / "plan.json").is_file()
 
 
 def test_the_solver_never_loads_torch(tmp_path: Path) -> None:

@@ -1,0 +1,73 @@
+"""What the command line does with hardware files: ``solve --hardware`` and ``profile --hardware-only``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import typer
+
+from lazysched.errors import UsageError
+from lazysched.schemas import Hardware, Profile
+
+DEFAULT_SEQ_LEN = 1024
+DEFAULT_MICRO_BATCHES = (1, 2, 4, 8)
+
+
+def profile_to_solve(
+    profile_file: Path | None,
+    hardware: str | None,
+    model: str | None,
+    seq_len: int | None,
+    micro_batches: Sequence[int] | None,
+) -> Profile:
+    """The profile in a file, or the estimate of a model on a kind of machine; never loads torch.
+
+    Raises:
+        UsageError: neither or both were asked for, or one of their files is wrong.
+    """
+    estimating = {"--hardware": hardware, "--model": model, "--seq-len": seq_len, "--micro-batch": micro_batches}
+    if profile_file is not None:
+        given = [flag for flag, value in estimating.items() if value]
+        if given:
+            raise UsageError(f"{given[0]}: means nothing beside PROFILE {profile_file}; leave one of them out")
+        return Profile.load(profile_file)
+    if hardware is None:
+        raise UsageError("PROFILE: missing; name what `lazysched profile` wrote, or --hardware with --model")
+    if model is None:
+        raise UsageError("--model: missing; --hardware needs the config.json of a model")
+    from lazysched.profiles.estimate import estimate
+    from lazysched.profiles.library_files import load_hardware
+    from lazysched.profiles.shapes import load_shape
+
+    machine = load_hardware(hardware)
+    shape = load_shape(model, machine.compute_dtype)
+    return estimate(
+        machine, shape, seq_len=seq_len or DEFAULT_SEQ_LEN, micro_batches=micro_batches or DEFAULT_MICRO_BATCHES
+    )
+
+
+_OF_THE_MODEL = ("model", "dtype", "seq_len", "micro_batch", "compiled", "packing", "from_run", "profile_file")
+
+
+def measure_machine(
+    context: typer.Context, device: str | None, storage: Path | None, pin_limit_bytes: int | None
+) -> Hardware:
+    """Measure this machine without a model; arguments that are about one are refused.
+
+    Raises:
+        UsageError: such an argument was given, or one is wrong.
+    """
+    for name in _OF_THE_MODEL:
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            shown = {"model": "MODEL", "compiled": "--compile", "profile_file": "--profile"}
+            raise UsageError(
+                f"{shown.get(name, '--' + name.replace('_', '-'))}: means nothing with --hardware-only, which "
+                f"measures no model; leave it out"
+            )
+    from lazysched.profiles.hardware import measure_hardware
+
+    return measure_hardware(
+        device=device, storage_dir=None if storage is None else str(storage), pin_limit_bytes=pin_limit_bytes
+    )

@@ -1,0 +1,129 @@
+"""One combination of the outer search: a bound for it, and a plan that may beat the incumbent.
+
+A bound is taken from a program looser than that of any prefetch depth and D2H lag in question: memory of the
+shallowest, time of the deepest. The plan is sought with one depth and lag: descent, by the quick replay, from the
+program's rounded relaxation.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import signal
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from lazysched.solver.highs import NUM_THREADS
+from lazysched.solver.instance import Candidate, Instance
+from lazysched.solver.memory_rows import Budgets
+from lazysched.solver.milp import PlacementProgram
+from lazysched.solver.plans import Choices
+from lazysched.solver.recipes import Found
+from lazysched.solver.search import improve
+from lazysched.solver.window_replay import ChoiceBatch, WindowReplay
+
+PREFETCH_DEPTHS, D2H_LAGS = (1, 2), (0, 1, 2)
+FIRST_DEPTH, FIRST_LAG = 1, 1
+"""What every combination is tried with; the others are tried with the best of them."""
+MAX_ROUNDS = 60
+PARALLEL_BLOCKS = 200
+"""Blocks times combinations from which on other processes, which take a second to start, are worth it."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """A combination to explore.
+
+    Attributes:
+        instance: with the first depth and lag.
+        budgets: of its memory.
+        incumbent_s: step time of the best plan so far.
+        gap: a plan has to be faster than the incumbent by more than this share of it.
+        time_limit_s: wall-clock seconds.
+        seed: of HiGHS and of the descent.
+    """
+
+    instance: Instance
+    budgets: Budgets
+    incumbent_s: float
+    gap: float
+    time_limit_s: float
+    seed: int
+
+
+@dataclass(frozen=True)
+class Explored:
+    """What came of it: no plan of the combination, of any depth and lag, is faster than ``bound_s``."""
+
+    candidate: Candidate
+    bound_s: float
+    found: Found | None
+
+
+def explore_all(tasks: Sequence[Task]) -> list[Explored]:
+    """Explore ``tasks``, in processes of their own where there are cores and it is worth it."""
+    num_workers = min(len(tasks), (os.cpu_count() or 1) // NUM_THREADS)
+    num_blocks = sum(task.instance.num_blocks for task in tasks)
+    if num_workers < 2 or num_blocks < PARALLEL_BLOCKS:
+        return [explore(task) for task in tasks]
+    from loky import get_reusable_executor  # type: ignore[import-untyped]
+
+    # Unlike multiprocessing's, these workers do not import the user's script once more. A terminal sends Ctrl-C to them
+    # too; what becomes of it is decided here.
+    workers = get_reusable_executor(max_workers=num_workers, initializer=_ignore_ctrl_c)
+    try:
+        return list(workers.map(explore, tasks))
+    except KeyboardInterrupt:
+        workers.shutdown(wait=False, kill_workers=True)
+        raise
+
+
+def _ignore_ctrl_c() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def explore(task: Task) -> Explored:
+    """Bound a combination and, if the bound leaves room, look for a plan."""
+    instance, enough_s = task.instance, task.incumbent_s * (1 - task.gap)
+    bound_s = loosest_program(instance, task.budgets).lower_bound_s(task.time_limit_s)
+    if bound_s >= enough_s:
+        return Explored(instance.candidate, bound_s, None)
+    program = PlacementProgram(instance, task.budgets)
+    relaxed_s = program.lower_bound_s(task.time_limit_s)
+    if enough_s <= relaxed_s < math.inf:
+        return Explored(instance.candidate, bound_s, None)
+    start = program.rounded()
+    found = polished(instance, task.budgets, start, task.seed)
+    if found is None:  # with fewer slots there may be room
+        found = polished(instance.at(shallowest(instance.candidate)), task.budgets, start, task.seed)
+    return Explored(instance.candidate, bound_s, found)
+
+
+def polished(instance: Instance, budgets: Budgets, start: Choices, seed: int) -> Found | None:
+    """The best plan that descent from ``start`` finds, if it fits."""
+    replay = WindowReplay(instance)
+    choices = improve(replay, budgets, start, seed=seed, max_rounds=MAX_ROUNDS)
+    evaluation = replay.evaluate(ChoiceBatch.of([choices]))
+    if not evaluation.fits(budgets)[0]:
+        return None
+    return Found(instance.candidate, choices, float(evaluation.step_s[0]))
+
+
+def loosest_program(instance: Instance, budgets: Budgets) -> PlacementProgram:
+    """A program that has every plan of the combination, with any depth and lag, and more."""
+    deep = replace(instance.candidate, prefetch_depth=max(PREFETCH_DEPTHS), d2h_lag=max(D2H_LAGS))
+    return PlacementProgram(instance.at(deep), budgets, memory_of=instance.at(shallowest(instance.candidate)))
+
+
+def shallowest(candidate: Candidate) -> Candidate:
+    """The combination with the fewest slots."""
+    return replace(candidate, prefetch_depth=min(PREFETCH_DEPTHS), d2h_lag=min(D2H_LAGS))
+
+
+def variations(candidate: Candidate) -> Iterable[Candidate]:
+    """The combination with every other depth and lag."""
+    for depth, lag in itertools.product(PREFETCH_DEPTHS, D2H_LAGS):
+        other = replace(candidate, prefetch_depth=depth, d2h_lag=lag)
+        if other != candidate:
+            yield other
