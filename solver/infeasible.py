@@ -59,14 +59,23 @@ class Question:
     @cached_property
     def instances(self) -> list[Instance]:
         """Every combination worth asking: more slots only need more, and so does memory that is page-locked."""
-        memory = host_memories(self.profile, self.budget_bytes["host"])[-1]
-        candidates = [
-            shallowest(Candidate(size, count, offload_limit_bytes=limit, host_memory=memory))
+        return [
+            instance
             for size, count in accumulations(self.profile, self.batch_size).items()
-            for limit in offload_limits(self.profile, size)
+            for instance in self.instances_of(size, count)
         ]
-        made = [self.make_instance(candidate, self.state_format) for candidate in candidates]
-        return [instance for instance in made if instance.has_options]
+
+    def instances_of(self, micro_batch: int, accumulation: int) -> list[Instance]:
+        """Those of one micro-batch and accumulation that leave a choice."""
+        memory = host_memories(self.profile, self.budget_bytes["host"])[-1]
+        found = [
+            self.make_instance(
+                shallowest(Candidate(micro_batch, accumulation, offload_limit_bytes=limit, host_memory=memory)),
+                self.state_format,
+            )
+            for limit in offload_limits(self.profile, micro_batch)
+        ]
+        return [instance for instance in found if instance.has_options]
 
     def budgets(self, instance: Instance) -> Budgets:
         """What buffers may fill, less a margin for what HiGHS tolerates."""
@@ -144,8 +153,8 @@ def _order_equal_blocks(problem: pulp.LpProblem, instance: Instance, decisions: 
     little is kept, in early blocks.
     """
     groups: dict[tuple[int, ...], list[int]] = defaultdict(list)
-    for i, parts in enumerate(zip(instance.blocks, instance.saves, instance.states, strict=True)):
-        groups[tuple(map(id, parts))].append(i)
+    for i, alike in enumerate(zip(instance.blocks, instance.saves, instance.states, strict=True)):
+        groups[tuple(map(id, alike))].append(i)
     for members in groups.values():
         options = instance.saves[members[0]]
         largest_first = sorted(range(len(options)), key=lambda o: -options[o].working_gb)

@@ -14,7 +14,7 @@ from lazysched.schemas import Tier
 from lazysched.solver.batches import max_accumulation
 from lazysched.solver.bounds import least_missing_gb
 from lazysched.solver.infeasible import MARGIN_BYTES, TIERS, Question, closest, fitting
-from lazysched.solver.instance import Candidate, check_profile, host_memories, offload_limits, usable_micro_batches
+from lazysched.solver.instance import check_profile, host_memories, usable_micro_batches
 from lazysched.units import format_bytes
 
 NUM_FIGURES = 4
@@ -136,13 +136,10 @@ def _smaller_batch(question: Question) -> Iterator[SmallerBatch]:
 
 def _may_fit(question: Question, size: int, count: int) -> bool:
     """Whether ``count`` micro-batches of ``size`` rows pass the quick bound; what fits does."""
-    memory = host_memories(question.profile, question.budget_bytes["host"])[-1]
-    for limit in offload_limits(question.profile, size):
-        candidate = Candidate(size, count, offload_limit_bytes=limit, host_memory=memory)
-        instance = question.make_instance(candidate, question.state_format)
-        if least_missing_gb(instance, question.budgets(instance), ()) < math.inf:
-            return True
-    return False
+    return any(
+        least_missing_gb(instance, question.budgets(instance), ()) < math.inf
+        for instance in question.instances_of(size, count)
+    )
 
 
 def _largest(low: int, high: int, works: Callable[[int], bool]) -> int | None:

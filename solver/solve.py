@@ -233,7 +233,6 @@ class _Search:
     def _search(self) -> Solution:
         """Tightens the budgets when the simulation of the winner exceeds them."""
         for _ in range(MAX_TIGHTENINGS + 1):
-            self.compared = []
             self._recipes()
             self._bound_all()
             self._explore()
@@ -260,6 +259,7 @@ class _Search:
     # ---- parts
 
     def _recipes(self) -> None:
+        self.compared = []
         for rule in recipes.RULES:
             candidates = recipes.candidates_of_rule(
                 rule, self.accumulations, self.limits, self.settings.host_memories, PREFETCH_DEPTHS
@@ -392,8 +392,8 @@ class _Search:
         """
         best: tuple[Found, Plan, Timeline] | None = None
         excess: Mapping[Budget, int] = {}
-        finalists = sorted(self.found.values(), key=lambda f: f.step_s)[:NUM_FINALISTS]
         by_recipe = [found for _, found in self.compared if found is not None]
+        finalists = sorted(self.found.values(), key=lambda f: f.step_s)[:NUM_FINALISTS]
         for found in [*finalists, *(found for found in by_recipe if found not in finalists)]:
             plan, timeline = self._simulate(found)
             over = self._over_budget(timeline)
