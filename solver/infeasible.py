@@ -32,6 +32,8 @@ _TIME_LIMIT_S = 2.0
 _GAP = 2e-3
 MARGIN_BYTES = 2000
 """Twice what HiGHS tolerates in a memory row (1e-6 GB): a plan that it calls fitting within the margin really fits."""
+_ROWS_MISS_GB = 1e-3
+"""What memory rows and their margin may miss while the lowered plan, counted byte by byte, fits."""
 _NUM_SOLVED = 4
 """Instances whose elastic program is solved at most, by a lower bound of their shortfall."""
 
@@ -110,21 +112,24 @@ class Closest:
 
 def fitting(question: Question) -> Closest | None:
     """A plan that fits, or None; where HiGHS runs out of time, a plan that fits may be overlooked."""
-    nearest = closest(question, ())
+    nearest = closest(question, TIERS, at_most_gb=_ROWS_MISS_GB)
     return nearest if nearest is not None and not question.over_bytes(nearest) else None
 
 
-def closest(question: Question, elastic: Sequence[Tier]) -> Closest | None:
-    """The choices that need least more of the ``elastic`` tiers while the others hold; None where that cannot help."""
+def closest(question: Question, elastic: Sequence[Tier], at_most_gb: float = math.inf) -> Closest | None:
+    """The choices that need least more of the ``elastic`` tiers, which are all that may be exceeded.
+
+    None where no choices keep the others, or where all need more than ``at_most_gb``.
+    """
     ranked: list[tuple[float, int]] = []
     for index, instance in enumerate(question.instances):
         bound_gb = least_missing_gb(instance, question.budgets(instance), elastic)
-        if bound_gb < math.inf:
+        if bound_gb < math.inf and bound_gb <= at_most_gb:
             ranked.append((bound_gb, index))
     best: Closest | None = None
     for bound_gb, index in sorted(ranked)[:_NUM_SOLVED]:
-        limit_gb = math.inf if best is None else best.missing_gb * (1 - _GAP)
-        if bound_gb >= limit_gb:
+        limit_gb = at_most_gb if best is None else best.missing_gb * (1 - _GAP)
+        if best is not None and bound_gb >= limit_gb:
             break
         best = _solved(question.instances[index], question, elastic, limit_gb) or best
     return best
@@ -138,7 +143,7 @@ def _solved(instance: Instance, question: Question, elastic: Sequence[Tier], lim
     add_memory_rows(problem, instance, decisions, question.budgets(instance), slack)
     _order_equal_blocks(problem, instance, decisions)
     problem += pulp.lpSum(slack.values())
-    if elastic and limit_gb < math.inf:
+    if limit_gb < math.inf:
         problem += pulp.lpSum(slack.values()) <= limit_gb
     outcome = solve_problem(problem, gap=_GAP, time_limit_s=_TIME_LIMIT_S, seed=question.seed)
     if not outcome.has_solution:

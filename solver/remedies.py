@@ -74,7 +74,7 @@ def _more_memory(question: Question, tiers: Sequence[Tier]) -> MoreMemory | None
         if nearest is None:
             return None
         over = grown.over_bytes(nearest)
-        if not over:
+        if not over and any(more.values()):
             return MoreMemory(gpu_bytes=more["gpu"], host_bytes=more["host"])
         if not set(over) <= set(tiers):
             return None

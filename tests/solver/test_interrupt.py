@@ -20,7 +20,7 @@ DRIVER = """
 import os, signal, sys, threading
 import lazysched.solver
 from lazysched.cli import main
-from lazysched.solver import highs, milp, recipes, remedies
+from lazysched.solver import explore, highs, milp, recipes, remedies
 search = sys.modules["lazysched.solver.solve"]
 ctrl_c = lambda: os.kill(os.getpid(), signal.SIGINT)
 
@@ -43,7 +43,8 @@ AFTER_THE_RECIPES = 'press_in(search, "count_bound_s")'
 WHILE_DESCENDING = 'press_in(search, "explore_all")'
 BEFORE_A_PROGRAM = 'press_in(highs._WarmHighs, "callSolver", calls_before=12)'
 AMID_THE_PROOF = 'press_in(milp.PlacementProgram, "solve", delay_s=0.1)'
-AMID_OTHER_PROCESSES = 'os.cpu_count = lambda: 8; press_in(search, "explore_all", delay_s=2.0)'
+OTHER_PROCESSES = "os.cpu_count = lambda: 8; explore.PARALLEL_BLOCKS = 1"
+AMID_OTHER_PROCESSES = 'press_in(search, "explore_all", delay_s=2.0)'
 WHILE_EXPLAINING = 'press_in(remedies, "remedies")'
 AGAIN = 'press_in(search._Search, "_incumbent")'
 
@@ -104,11 +105,14 @@ def test_nothing_is_written_before_there_is_a_plan(profile_file: Path, tmp_path:
     check_nothing(pressed(profile_file, tmp_path, BEFORE_ANY_PLAN))
 
 
-@pytest.mark.parametrize(
-    "press", [AFTER_THE_RECIPES, WHILE_DESCENDING, BEFORE_A_PROGRAM, AMID_THE_PROOF, AMID_OTHER_PROCESSES]
-)
+@pytest.mark.parametrize("press", [AFTER_THE_RECIPES, WHILE_DESCENDING, BEFORE_A_PROGRAM, AMID_THE_PROOF])
 def test_the_best_plan_so_far_is_written(profile_file: Path, tmp_path: Path, press: str) -> None:
     check_incumbent(pressed(profile_file, tmp_path, press))
+
+
+def test_other_processes_end_too(profile_file: Path, tmp_path: Path) -> None:
+    pytest.importorskip("loky")
+    check_incumbent(pressed(profile_file, tmp_path, OTHER_PROCESSES, AMID_OTHER_PROCESSES))
 
 
 def test_a_second_one_ends_all(profile_file: Path, tmp_path: Path) -> None:
