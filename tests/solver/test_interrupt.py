@@ -111,7 +111,6 @@ def test_the_best_plan_so_far_is_written(profile_file: Path, tmp_path: Path, pre
 
 
 def test_other_processes_end_too(profile_file: Path, tmp_path: Path) -> None:
-    pytest.importorskip("loky")
     check_incumbent(pressed(profile_file, tmp_path, OTHER_PROCESSES, AMID_OTHER_PROCESSES))
 
 
