@@ -62,7 +62,9 @@ class _Counts:
         self.groups = []
         for g, (key, (costs, options, choices)) in enumerate(dict(zip(keys, blocks, strict=True)).items()):
             saves = [problem.add_variable(f"n_{g}_{o}", 0) for o in range(len(options))]
-            states = {choice: problem.add_variable(f"s_{g}_{choice}", 0) for choice in choices}
+            states: dict[StateChoice, pulp.LpVariable] = {
+                choice: problem.add_variable(f"s_{g}_{choice}", 0) for choice in choices
+            }
             problem += pulp.lpSum(saves) == keys.count(key)
             problem += pulp.lpSum(states.values()) == keys.count(key)
             self.groups.append(_Group(costs, options, saves, states))

@@ -28,7 +28,9 @@ class Decisions:
         self.x = [
             [_binary(problem, f"x_{i}_{o}") for o in range(len(options))] for i, options in enumerate(instance.saves)
         ]
-        self.y = [{s: _binary(problem, f"y_{i}_{s}") for s in states} for i, states in enumerate(instance.states)]
+        self.y: list[dict[StateChoice, pulp.LpVariable]] = [
+            {s: _binary(problem, f"y_{i}_{s}") for s in states} for i, states in enumerate(instance.states)
+        ]
         self.v = [_binary(problem, f"v_{k}") for k in range(len(instance.vocabulary_options))]
         for i in range(instance.num_blocks):
             problem += pulp.lpSum(self.x[i]) == 1
