@@ -169,7 +169,8 @@ def test_batch_that_cannot_fit(files: Files, capsys: pytest.CaptureFixture[str])
     assert main(command) == 1
     message = one_line(capsys)
     assert "gpu" in message.lower()
-    assert "+" in message and "--gpu-memory" in message
+    assert "+" in message
+    assert "--gpu-memory" in message
     assert not files.plan.exists()
 
 
