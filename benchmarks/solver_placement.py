@@ -9,9 +9,10 @@ from dataclasses import dataclass, replace
 from lazysched.schemas import Plan, Profile, Update
 from lazysched.solver import Solution, simulate_plan, solve
 from lazysched.solver.explore import MAX_ROUNDS
-from lazysched.solver.instance import STATE_CHOICES, Candidate, Instance, offload_limits
+from lazysched.solver.instance import Candidate, Instance, offload_limits
 from lazysched.solver.memory_rows import Budgets
 from lazysched.solver.milp import PlacementProgram
+from lazysched.solver.options import STATE_CHOICES
 from lazysched.solver.plans import Choices, block_plan, make_plan, stage_plan
 from lazysched.solver.search import improve
 from lazysched.solver.window_replay import ChoiceBatch, WindowReplay

@@ -16,8 +16,9 @@ import pulp
 from lazysched.schemas import Tier
 from lazysched.solver.decisions import Expression
 from lazysched.solver.highs import solve_problem
-from lazysched.solver.instance import Instance, SaveOption, StageCosts, StateChoice
+from lazysched.solver.instance import Instance
 from lazysched.solver.memory_rows import Budgets
+from lazysched.solver.options import ON_HOST, STREAMED, SaveOption, StageCosts, StateChoice, VocabularyOption
 
 
 def count_bound_s(instance: Instance, budgets: Budgets, max_prefetch_depth: int) -> float:
@@ -81,6 +82,14 @@ class _Counts:
             coefficient(g.costs) * var for g in self.groups for choice, var in g.states.items() if choice in choices
         )
 
+    def by_state(self, coefficient: Callable[[StageCosts, StateChoice], float]) -> Expression:
+        """Sum of ``coefficient`` over all blocks' costs and state choices."""
+        return pulp.lpSum(coefficient(g.costs, choice) * var for g in self.groups for choice, var in g.states.items())
+
+    def vocabulary(self, coefficient: Callable[[VocabularyOption], float]) -> Expression:
+        """Sum over the joint options of embedding and head."""
+        return pulp.lpSum(coefficient(o) * v for v, o in zip(self.v, self.instance.vocabulary_options, strict=True))
+
     def ends(self, coefficient: Callable[[StageCosts], float], *, gpu: bool) -> Expression:
         """Sum of ``coefficient`` over embedding and head where the GPU (or else the host) updates them."""
         instance = self.instance
@@ -102,31 +111,52 @@ def _add_times(
     Updates that do not wait for it may run beside anything.
     """
     m = instance.candidate.accumulation
-    host: tuple[StateChoice, ...] = ("resident", "streamed")
     ends_s = instance.head_s + instance.embed_backward_s
     backward = counts.save(lambda o: m * o.backward_s) + sum(block.norm_s for block in instance.blocks) + ends_s
     forward = m * instance.embed_forward_s + counts.save(lambda o: m * o.forward_s)
     gpu_updates = counts.state(lambda c: c.gpu_update_s, "gpu") + counts.ends(lambda c: c.gpu_update_s, gpu=True)
     problem += period >= forward + backward + gpu_updates
-    updates = counts.state(lambda c: c.cpu_update_s, *host) + counts.ends(lambda c: c.cpu_update_s, gpu=False)
+    updates = counts.state(lambda c: c.cpu_update_s, *ON_HOST) + counts.ends(lambda c: c.cpu_update_s, gpu=False)
     problem += period >= (backward + updates if instance.update.waits_for_norm else updates)
-    loads = counts.state(lambda c: c.load_s, *host) + counts.ends(lambda c: c.load_s, gpu=False)
-    again = counts.state(lambda c: c.load_s, "streamed") - slots * max(c.load_s for c in instance.blocks)
+    loads = counts.state(lambda c: c.load_s, *ON_HOST) + counts.ends(lambda c: c.load_s, gpu=False)
+    again = counts.state(lambda c: c.load_s, *STREAMED) - slots * max(c.load_s for c in instance.blocks)
     fetches = counts.save(lambda o: m * o.fetch_s)
     problem += period >= loads + fetches
     problem += period >= loads + again + fetches
-    grads = counts.state(lambda c: c.grads_s, *host) + counts.ends(lambda c: c.grads_s, gpu=False)
+    grads = counts.state(lambda c: c.grads_s, *ON_HOST) + counts.ends(lambda c: c.grads_s, gpu=False)
     problem += period >= counts.save(lambda o: m * o.save_s) + grads
+    if instance.uses_files:
+        _add_file_times(problem, instance, counts, period, slots)
+
+
+def _add_file_times(
+    problem: pulp.LpProblem, instance: Instance, counts: _Counts, period: pulp.LpVariable, slots: int
+) -> None:
+    """All reads, and all writes, must fit into T."""
+    m, costs = instance.candidate.accumulation, [instance.embed, instance.head]
+    held_s = slots * max(c.read_weights_s for c in instance.blocks)
+    weights = counts.state(lambda c: 2 * c.read_weights_s, "nvme") - held_s
+    ends = counts.vocabulary(
+        lambda o: sum(c.read_update_s(s) for c, s in zip(costs, (o.embed, o.head), strict=True))
+    )  # fmt: skip
+    reads = counts.by_state(lambda c, s: c.read_update_s(s)) + counts.save(lambda o: m * o.read_s) + ends
+    problem += period >= reads
+    problem += period >= reads + weights
+    ends = counts.vocabulary(
+        lambda o: sum(c.write_update_s(s) for c, s in zip(costs, (o.embed, o.head), strict=True))
+    )  # fmt: skip
+    writes = counts.by_state(lambda c, s: c.write_update_s(s)) + counts.save(lambda o: m * o.write_s) + ends
+    problem += period >= writes
 
 
 def _add_memory(problem: pulp.LpProblem, instance: Instance, counts: _Counts, budgets: Budgets) -> None:
     """Memory when forward has ended, and the host."""
     candidate = instance.candidate
     m, num_blocks = candidate.accumulation, instance.num_blocks
-    streamed = counts.state(lambda c: c.weight_gb, "streamed")
-    host_state = counts.state(lambda c: c.weight_gb, "resident", "streamed")
+    streamed = counts.state(lambda c: c.weight_gb, *STREAMED)
+    host_state = counts.state(lambda c: c.weight_gb, *ON_HOST)
     slots = ((candidate.prefetch_depth + 1) * streamed + (candidate.d2h_lag + 1) * host_state) * (1 / num_blocks)
-    own = counts.state(lambda c: c.weight_gb, "resident") + counts.state(lambda c: c.stored_gb, "gpu")
+    own = counts.by_state(lambda c, s: c.on_gpu_gb(s))
     moving_gb = (candidate.prefetch_depth + candidate.d2h_lag + 2) * instance.moving_slot_gb
     vocabulary = pulp.lpSum(
         (option.gpu_gb + option.grads_slot_gb) * v
@@ -139,11 +169,12 @@ def _add_memory(problem: pulp.LpProblem, instance: Instance, counts: _Counts, bu
     kept = counts.save(lambda o: m * o.kept_gb)
     constant_gb = instance.gpu_constant_gb + moving_gb + instance.in_flight_gb + working_gb
     problem += constant_gb + slots + own + vocabulary + kept <= budgets.gpu_gb
-    stores = counts.state(lambda c: c.stored_gb, "resident", "streamed")
-    ends = pulp.lpSum(o.host_gb * v for v, o in zip(counts.v, instance.vocabulary_options, strict=True))
-    offloaded = counts.save(lambda o: m * o.offloaded_gb)
-    problem += instance.host_constant_gb + stores + ends + offloaded <= budgets.host_gb
+    offloaded = counts.save(lambda o: m * o.host_gb)
+    host = counts.by_state(lambda c, s: c.on_host_gb(s)) + counts.vocabulary(lambda o: o.host_gb)
+    problem += instance.host_constant_gb + host + offloaded <= budgets.host_gb
     if math.isfinite(budgets.moved_gb):
-        stores = counts.state(lambda c: c.moved_gb, "resident", "streamed")
-        ends = pulp.lpSum(o.moved_gb * v for v, o in zip(counts.v, instance.vocabulary_options, strict=True))
-        problem += instance.host_constant_gb + stores + ends + offloaded <= budgets.moved_gb
+        moved = counts.by_state(lambda c, s: c.moved_gb(s)) + counts.vocabulary(lambda o: o.moved_gb)
+        problem += instance.host_constant_gb + moved + offloaded <= budgets.moved_gb
+    if instance.uses_files:
+        files = counts.by_state(lambda c, s: c.in_files_gb(s)) + counts.vocabulary(lambda o: o.nvme_gb)
+        problem += files + counts.save(lambda o: m * o.nvme_gb) <= budgets.nvme_gb

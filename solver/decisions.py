@@ -13,7 +13,8 @@ from typing import Any, TypeAlias
 
 import pulp
 
-from lazysched.solver.instance import Instance, SaveOption, StageCosts, StateChoice, VocabularyOption
+from lazysched.solver.instance import Instance
+from lazysched.solver.options import SaveOption, StageCosts, StateChoice, VocabularyOption
 from lazysched.solver.plans import Choices
 
 Expression: TypeAlias = Any
@@ -46,6 +47,11 @@ class Decisions:
         factor = coefficient(self.instance.blocks[block])
         return _weighted((self.y[block][choice], factor) for choice in choices if choice in self.y[block])
 
+    def by_state(self, block: int, coefficient: Callable[[StageCosts, StateChoice], float]) -> Expression:
+        """``coefficient`` of the block and its state choice."""
+        costs = self.instance.blocks[block]
+        return _weighted((var, coefficient(costs, choice)) for choice, var in self.y[block].items())
+
     def vocabulary(self, coefficient: Callable[[VocabularyOption], float]) -> Expression:
         """Sum over the joint options of embedding and head."""
         return _weighted(zip(self.v, map(coefficient, self.instance.vocabulary_options), strict=True))
@@ -56,6 +62,17 @@ class Decisions:
         def factor(option: VocabularyOption) -> float:
             total = coefficient(self.instance.embed) if embed and (option.embed == "gpu") == gpu else 0.0
             return total + (coefficient(self.instance.head) if head and (option.head == "gpu") == gpu else 0.0)
+
+        return self.vocabulary(factor)
+
+    def ends_by_state(
+        self, coefficient: Callable[[StageCosts, StateChoice], float], *, embed: bool, head: bool
+    ) -> Expression:
+        """``coefficient`` of the embedding and/or head and its state choice."""
+
+        def factor(option: VocabularyOption) -> float:
+            total = coefficient(self.instance.embed, option.embed) if embed else 0.0
+            return total + (coefficient(self.instance.head, option.head) if head else 0.0)
 
         return self.vocabulary(factor)
 

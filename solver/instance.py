@@ -6,6 +6,7 @@ because raw bytes beside milliseconds would span more orders of magnitude than a
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
@@ -31,10 +32,22 @@ from lazysched.schemas import (
     Profile,
     SaveVariant,
     Stage,
-    StagePlan,
     StateFormat,
     Tier,
     Update,
+)
+from lazysched.solver.options import (
+    IN_FILES,
+    PLACES,
+    RESIDENT,
+    STATE_CHOICES,
+    STREAMED,
+    SaveOption,
+    StageCosts,
+    StateChoice,
+    VocabularyOption,
+    block_plan,
+    stage_plan,
 )
 from lazysched.solver.pins import Pin, of_stage
 
@@ -42,10 +55,6 @@ GB = 1e9
 
 
 DIRECTIONS: tuple[Literal["h2d", "d2h"], ...] = ("h2d", "d2h")
-
-StateChoice = Literal["gpu", "resident", "streamed"]
-"""``gpu``: weights and state on the GPU. ``resident``: weights there, state on the host. ``streamed``: both on host."""
-STATE_CHOICES: tuple[StateChoice, ...] = ("gpu", "resident", "streamed")
 
 
 @dataclass(frozen=True)
@@ -62,70 +71,6 @@ class Candidate:
     host_memory: HostMemory = "pinned"
 
 
-@dataclass(frozen=True)
-class SaveOption:
-    """One save variant in one tier; times and sizes are those of one micro-batch."""
-
-    variant: SaveVariant
-    tier: Tier
-    forward_s: float
-    backward_s: float
-    kept_gb: float
-    """On the GPU until the backward, input included."""
-    kept_input_gb: float
-    """The input's part of it."""
-    offloaded_gb: float
-    save_s: float
-    fetch_s: float
-    working_gb: float
-    """Most GB beyond what is kept, in the worse of forward and backward."""
-
-    def dominates(self, other: SaveOption) -> bool:
-        """Whether nobody would choose ``other`` when this option exists."""
-        mine = (self.forward_s + self.backward_s, self.kept_gb, self.offloaded_gb, self.working_gb)
-        theirs = (other.forward_s + other.backward_s, other.kept_gb, other.offloaded_gb, other.working_gb)
-        return mine != theirs and all(a <= b for a, b in zip(mine, theirs, strict=True))
-
-
-@dataclass(frozen=True)
-class StageCosts:
-    """What moving, holding and updating one stage costs, whatever is chosen for it."""
-
-    weight_gb: float
-    """Also the size of the gradient in the computing dtype."""
-    state_gb: float
-    accumulator_gb: float
-    load_s: float
-    grads_s: float
-    norm_s: float
-    cpu_update_s: float
-    gpu_update_s: float
-    gpu_update_working_gb: float
-
-    @property
-    def stored_gb(self) -> float:
-        """Weights, gradient and optimizer state together."""
-        return self.moved_gb + self.state_gb
-
-    @property
-    def moved_gb(self) -> float:
-        """Weights and gradient: of a stage on the host, what copies read and write there."""
-        return 2 * self.weight_gb
-
-
-@dataclass(frozen=True)
-class VocabularyOption:
-    """Joint choice for the embedding and the head, which may share a slot and a store."""
-
-    embed: StateChoice
-    head: StateChoice
-    gpu_gb: float
-    host_gb: float
-    moved_gb: float
-    """Of ``host_gb``, weights and gradients."""
-    grads_slot_gb: float
-
-
 class Instance:
     """All coefficients of ``candidate`` on the machine and model of ``profile``.
 
@@ -135,6 +80,7 @@ class Instance:
         state_format: of the optimizer state of all stages.
         update: how a step ends.
         pins: decisions fixed by hand.
+        tiers: where things may be; without ``nvme`` nothing is in files.
 
     Raises:
         UsageError: the profile lacks a figure that the candidate needs.
@@ -147,8 +93,9 @@ class Instance:
         state_format: StateFormat,
         update: Update,
         pins: tuple[Pin, ...] = (),
+        tiers: tuple[Tier, ...] = ("gpu", "host"),
     ) -> None:
-        self.profile, self.candidate, self.pins = profile, candidate, pins
+        self.profile, self.candidate, self.pins, self.tiers = profile, candidate, pins, tiers
         self.state_format: StateFormat = state_format
         self.update = update
         self.element_bytes = BYTES_PER_ELEMENT[profile.compute_dtype]
@@ -174,7 +121,7 @@ class Instance:
             if key not in saves_of:
                 saves_of[key] = self._save_options(stage, own)
             if states_key not in states_of:
-                states_of[states_key] = _allowed(STATE_CHOICES, own)
+                states_of[states_key] = _allowed(self._state_choices, own)
             self.saves.append(saves_of[key])
             self.states.append(states_of[states_key])
         self.embed_variant, self.head_variant = self._only(self.embed_stage), self._only(self.head_stage)
@@ -242,13 +189,24 @@ class Instance:
         A vocabulary matrix that streams has a buffer of its own anyway, so streaming differs from ``resident`` only
         when both stream and share one slot, which a tied pair cannot.
         """
-        pairs: list[tuple[StateChoice, StateChoice]] = [
-            (embed, head) for embed in ("gpu", "resident") for head in ("gpu", "resident")
-        ]
-        if not self.tied:
-            pairs.append(("streamed", "streamed"))
-        embeds, heads = (_allowed(STATE_CHOICES, of_stage(self.pins, s)) for s in (self.embed_stage, self.head_stage))
+        own: tuple[StateChoice, ...] = ("gpu", *RESIDENT)
+        pairs = list(itertools.product(own, repeat=2))
+        pairs += [pair for pair in itertools.product(STREAMED, repeat=2) if not self.tied]
+        ends = (self.embed_stage, self.head_stage)
+        embeds, heads = (_allowed(self._state_choices, of_stage(self.pins, stage)) for stage in ends)
         return tuple(self._vocabulary(embed, head) for embed, head in pairs if embed in embeds and head in heads)
+
+    @property
+    def _state_choices(self) -> tuple[StateChoice, ...]:
+        return tuple(choice for choice in STATE_CHOICES if set(PLACES[choice]) <= set(self.tiers))
+
+    @cached_property
+    def uses_files(self) -> bool:
+        """Whether any choice has something in files."""
+        states = {choice for choices in self.states for choice in choices}
+        saves = {option.tier for options in self.saves for option in options}
+        ends = {choice for option in self.vocabulary_options for choice in (option.embed, option.head)}
+        return bool((states | ends) & set(IN_FILES)) or "nvme" in saves
 
     @property
     def has_options(self) -> bool:
@@ -299,10 +257,14 @@ class Instance:
         norms = sum(block.norm_s for block in self.blocks)
         return m * (self.embed_forward_s + blocks) + norms + self.head_s + self.embed_backward_s
 
-    def link_s(self, link: Literal["h2d", "d2h", "gpu"], num_bytes: int) -> float:
+    def link_s(self, link: Literal["h2d", "d2h", "gpu", "nvme_read", "nvme_write"], num_bytes: int) -> float:
         """Time of one request; links between GPU and host count as busy both ways."""
-        name = "gpu" if link == "gpu" else link_name(link, self.candidate.host_memory)
-        return _curve(self.profile, name).seconds(num_bytes)
+        if link == "h2d" or link == "d2h":
+            return _curve(self.profile, link_name(link, self.candidate.host_memory)).seconds(num_bytes)
+        return _curve(self.profile, link).seconds(num_bytes)
+
+    def _file_s(self, link: Literal["nvme_read", "nvme_write"], num_bytes: int) -> float:
+        return self.link_s(link, num_bytes) if "nvme" in self.tiers else 0.0
 
     # ---- making
 
@@ -311,9 +273,11 @@ class Instance:
         accumulator_bytes = MASTER_BYTES * elements
         accumulates = self.candidate.accumulation > 1 or not stage.is_block
         norm_bytes = (accumulator_bytes + stage.weight_bytes if accumulates else 0) + stage.weight_bytes
+        weight_bytes = stage.weight_bytes
+        own_bytes = state_bytes(stage, self.element_bytes, self.state_format, FP32_STATE_ELEMENTS)
         return StageCosts(
-            weight_gb=stage.weight_bytes / GB,
-            state_gb=state_bytes(stage, self.element_bytes, self.state_format, FP32_STATE_ELEMENTS) / GB,
+            weight_gb=weight_bytes / GB,
+            state_gb=own_bytes / GB,
             accumulator_gb=accumulator_bytes / GB,
             load_s=self.link_s("h2d", stage.weight_bytes),
             grads_s=self.link_s("d2h", stage.weight_bytes),
@@ -321,22 +285,26 @@ class Instance:
             cpu_update_s=stage.num_params / update_rate(self.profile, "cpu", self.state_format),
             gpu_update_s=stage.num_params / update_rate(self.profile, "gpu", self.state_format),
             gpu_update_working_gb=gpu_update_working_bytes(elements, self.state_format) / GB,
+            read_weights_s=self._file_s("nvme_read", weight_bytes),
+            read_state_s=self._file_s("nvme_read", own_bytes),
+            write_state_s=self._file_s("nvme_write", own_bytes),
+            read_both_s=self._file_s("nvme_read", own_bytes + weight_bytes),
+            write_both_s=self._file_s("nvme_write", own_bytes + weight_bytes),
         )
 
     def _vocabulary(self, embed: StateChoice, head: StateChoice) -> VocabularyOption:
         pairs = ((embed, self.embed), (head, self.head))
-        on_gpu = [costs for choice, costs in pairs if choice == "gpu"]
-        on_host = [costs for choice, costs in pairs if choice != "gpu"]
-        weights = [self.embed.weight_gb, self.head.weight_gb]
-        own = max(weights) if embed == head == "streamed" else sum(weights)
-        # The weights of a stage that the GPU updates are in ``own`` already.
+        slot_gb = max(self.embed.weight_gb, self.head.weight_gb) if embed in STREAMED else 0.0
+        from_files_gb = max((costs.weight_gb for choice, costs in pairs if choice == "nvme"), default=0.0)
         return VocabularyOption(
             embed,
             head,
-            gpu_gb=own + sum(costs.stored_gb - costs.weight_gb for costs in on_gpu),
-            host_gb=sum(costs.stored_gb for costs in on_host),
-            moved_gb=sum(costs.moved_gb for costs in on_host),
-            grads_slot_gb=max((costs.weight_gb for costs in on_host), default=0.0),
+            gpu_gb=slot_gb + sum(costs.on_gpu_gb(choice) for choice, costs in pairs),
+            host_gb=sum(costs.on_host_gb(choice) for choice, costs in pairs) + from_files_gb,
+            moved_gb=sum(costs.moved_gb(choice) for choice, costs in pairs) + from_files_gb,
+            grads_slot_gb=max((costs.weight_gb for choice, costs in pairs if choice != "gpu"), default=0.0),
+            nvme_gb=sum(costs.in_files_gb(choice) for choice, costs in pairs),
+            record_gb=max(costs.in_files_gb(choice) for choice, costs in pairs),
         )
 
     def _only(self, stage: Stage) -> SaveVariant:
@@ -347,7 +315,9 @@ class Instance:
         limit = self.candidate.offload_limit_bytes
         add_s = self._add_s(stage)
         options = [self._save_option(variant, "gpu", add_s) for variant in variants]
-        options += [self._save_option(v, "host", add_s) for v in variants if sum(v.saved.values()) <= limit]
+        away: tuple[Tier, ...] = ("host", "nvme") if "nvme" in self.tiers else ("host",)
+        small = [variant for variant in variants if sum(variant.saved.values()) <= limit]
+        options += [self._save_option(variant, tier, add_s) for tier in away for variant in small]
         options = [o for o in options if all(pin.allows(block_plan("gpu", o)) for pin in pins if _of_saving(pin))]
         return tuple(o for o in options if not any(other.dominates(o) for other in options))
 
@@ -359,7 +329,8 @@ class Instance:
 
     def _save_option(self, variant: SaveVariant, tier: Tier, add_s: float) -> SaveOption:
         total = sum(variant.saved.values())
-        offloaded = total if tier == "host" else 0
+        offloaded = 0 if tier == "gpu" else total
+        filed = total if tier == "nvme" else 0
         return SaveOption(
             variant,
             tier,
@@ -371,20 +342,9 @@ class Instance:
             save_s=self.link_s("d2h", offloaded),
             fetch_s=self.link_s("h2d", offloaded),
             working_gb=max(variant.working_forward_bytes, variant.working_backward_bytes) / GB,
+            write_s=self._file_s("nvme_write", filed),
+            read_s=self._file_s("nvme_read", filed),
         )
-
-
-def stage_plan(state: StateChoice, save: str) -> StagePlan:
-    """Decisions for the embedding or the head."""
-    weights: Literal["gpu", "host"] = "host" if state == "streamed" else "gpu"
-    return StagePlan(weights=weights, state="gpu" if state == "gpu" else "host", save=save)
-
-
-def block_plan(state: StateChoice, option: SaveOption) -> StagePlan:
-    """Decisions for one block: all that it saves goes to the option's tier."""
-    ends = stage_plan(state, option.variant.name)
-    groups = {group: option.tier for group in option.variant.saved if group != "input"}
-    return ends.model_copy(update={"saved_tiers": groups, "input_tier": option.tier})
 
 
 def _of_saving(pin: Pin) -> bool:

@@ -1,4 +1,4 @@
-"""Memory rows: one per window of the GPU, one for the host and one for what of it is page-locked. All in GB.
+"""Memory rows: one per window of the GPU, one each for the host, what of it is page-locked, and files. All in GB.
 
 Legend:
     base      what exists in every window: constants, slots, resident stages, tables of page-locked memory
@@ -16,7 +16,9 @@ from dataclasses import dataclass
 import pulp
 
 from lazysched.solver.decisions import Decisions, Expression
-from lazysched.solver.instance import Instance, StageCosts, VocabularyOption
+from lazysched.solver.instance import Instance
+from lazysched.solver.options import ON_HOST, STREAMED, SaveOption, StageCosts, StateChoice, VocabularyOption
+from lazysched.staging import STATE_SLOTS
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,8 @@ class Budgets:
     host_gb: float
     moved_gb: float = math.inf
     """Of the host's, most that copies read and write there: what can be page-locked, if it has to be."""
+    nvme_gb: float = 0.0
+    """Of files."""
 
 
 def add_memory_rows(
@@ -40,22 +44,38 @@ def add_memory_rows(
     slack = slack or {}
     gpu_limit = budgets.gpu_gb + slack.get("gpu", 0)
     base = problem.add_variable("base_gb", 0)
-    moved = _host(instance, decisions, lambda c: c.moved_gb, lambda o: o.moved_gb)
-    own = instance.gpu_constant_gb + _resident(instance, decisions) + instance.mapping_gb_per_gb * moved
+    staging, records = _file_slots(problem, instance, decisions) if instance.uses_files else (0.0, 0.0)
+    moved = _kept(instance, decisions, lambda c, s: c.moved_gb(s), lambda o: o.host_gb, lambda v: v.moved_gb)
+    pinned = instance.host_constant_gb + staging + moved
+    own = instance.gpu_constant_gb + _resident(instance, decisions) + instance.mapping_gb_per_gb * pinned
     problem += base == own + _slots(problem, instance, decisions)
     _add_window_rows(problem, instance, decisions, base, gpu_limit)
-    problem += _host(instance, decisions, lambda c: c.stored_gb, lambda o: o.host_gb) <= (
-        budgets.host_gb + slack.get("host", 0)
-    )
+    host = _kept(instance, decisions, lambda c, s: c.on_host_gb(s), lambda o: o.host_gb, lambda v: v.host_gb)
+    host_limit = budgets.host_gb + slack.get("host", 0)
+    problem += instance.host_constant_gb + staging + records + host <= host_limit
     if math.isfinite(budgets.moved_gb):
-        problem += moved <= budgets.moved_gb
+        problem += pinned <= budgets.moved_gb
+    if instance.uses_files:
+        files = _kept(instance, decisions, lambda c, s: c.in_files_gb(s), lambda o: o.nvme_gb, lambda v: v.nvme_gb)
+        problem += files <= budgets.nvme_gb + slack.get("nvme", 0)
 
 
 def _resident(instance: Instance, decisions: Decisions) -> Expression:
     """Buffers of stages of their own: weights that stay; gradient and state where the GPU updates."""
-    own = [decisions.state(i, lambda c: c.weight_gb, "resident") for i in range(instance.num_blocks)]
-    updated = [decisions.state(i, lambda c: c.stored_gb, "gpu") for i in range(instance.num_blocks)]
-    return pulp.lpSum([*own, *updated, decisions.vocabulary(lambda option: option.gpu_gb)])
+    own = [decisions.by_state(i, lambda c, s: c.on_gpu_gb(s)) for i in range(instance.num_blocks)]
+    return pulp.lpSum([*own, decisions.vocabulary(lambda option: option.gpu_gb)])
+
+
+def _file_slots(problem: pulp.LpProblem, instance: Instance, decisions: Decisions) -> tuple[Expression, Expression]:
+    """Slots on the host through which files are read and written, and those in which state from files is updated."""
+    depth, lag = instance.candidate.prefetch_depth, instance.candidate.d2h_lag
+    weights, saved, record = (problem.add_variable(f"files_{kind}_gb", 0) for kind in ("weights", "saved", "record"))
+    for i in range(instance.num_blocks):
+        problem += weights >= decisions.state(i, lambda c: c.weight_gb, "nvme")
+        problem += saved >= decisions.save(i, lambda o: o.nvme_gb)
+        problem += record >= decisions.by_state(i, lambda c, s: c.in_files_gb(s))
+    problem += record >= decisions.vocabulary(lambda option: option.record_gb)
+    return (depth + 2) * weights + (depth + lag + 4) * saved, STATE_SLOTS * record
 
 
 def _slots(problem: pulp.LpProblem, instance: Instance, decisions: Decisions) -> Expression:
@@ -63,8 +83,8 @@ def _slots(problem: pulp.LpProblem, instance: Instance, decisions: Decisions) ->
     depth, lag = instance.candidate.prefetch_depth, instance.candidate.d2h_lag
     weights, grads = (problem.add_variable(f"slot_{kind}_gb", 0) for kind in ("weights", "grads"))
     for i in range(instance.num_blocks):
-        problem += weights >= decisions.state(i, lambda c: c.weight_gb, "streamed")
-        problem += grads >= decisions.state(i, lambda c: c.weight_gb, "resident", "streamed")
+        problem += weights >= decisions.state(i, lambda c: c.weight_gb, *STREAMED)
+        problem += grads >= decisions.state(i, lambda c: c.weight_gb, *ON_HOST)
     vocabulary_grads = decisions.vocabulary(lambda option: option.grads_slot_gb)
     moving_gb = (depth + lag + 2) * instance.moving_slot_gb
     inputs = pulp.lpSum(decisions.save(i, lambda o: o.kept_input_gb) for i in range(instance.num_blocks))
@@ -91,17 +111,15 @@ def _add_window_rows(
         problem += base + working <= limit
 
 
-def _host(
+def _kept(
     instance: Instance,
     decisions: Decisions,
-    store: Callable[[StageCosts], float],
-    vocabulary_store: Callable[[VocabularyOption], float],
+    of_stage: Callable[[StageCosts, StateChoice], float],
+    of_option: Callable[[SaveOption], float],
+    of_vocabulary: Callable[[VocabularyOption], float],
 ) -> Expression:
-    """What is on the host for the whole step: saved tensors, and of each stage there what ``store`` counts."""
-    stores = [decisions.state(i, store, "resident", "streamed") for i in range(instance.num_blocks)]
-    saved = [
-        instance.candidate.accumulation * decisions.save(i, lambda o: o.offloaded_gb)
-        for i in range(instance.num_blocks)
-    ]
-    vocabulary = decisions.vocabulary(vocabulary_store)
-    return instance.host_constant_gb + pulp.lpSum([*stores, *saved, vocabulary])
+    """What is in a tier for the whole step: of each stage what ``of_stage`` counts, and saved tensors."""
+    blocks = range(instance.num_blocks)
+    stores = [decisions.by_state(i, of_stage) for i in blocks]
+    saved = [instance.candidate.accumulation * decisions.save(i, of_option) for i in blocks]
+    return pulp.lpSum([*stores, *saved, decisions.vocabulary(of_vocabulary)])

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from lazysched.schemas import Plan, SaveVariant, Tier, variant_key
-from lazysched.solver.instance import Instance, StateChoice, block_plan, stage_plan
+from lazysched.solver.instance import Instance
+from lazysched.solver.options import StateChoice, block_plan, stage_plan
 
 
 @dataclass(frozen=True)

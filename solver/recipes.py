@@ -14,8 +14,9 @@ from typing import Literal
 import numpy as np
 
 from lazysched.schemas import HostMemory, Plan, Tier
-from lazysched.solver.instance import Candidate, Instance, SaveOption
+from lazysched.solver.instance import Candidate, Instance
 from lazysched.solver.memory_rows import Budgets
+from lazysched.solver.options import SaveOption
 from lazysched.solver.plans import Choices
 from lazysched.solver.search import allowed_states, rank_s
 from lazysched.solver.simulate import Timeline

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from lazysched.solver.instance import STATE_CHOICES, Instance
+from lazysched.solver.instance import Instance
 from lazysched.solver.memory_rows import Budgets
+from lazysched.solver.options import STATE_CHOICES
 from lazysched.solver.plans import Choices
 from lazysched.solver.window_replay import GPU, ChoiceBatch, Evaluation, Floats, Ints, WindowReplay
 

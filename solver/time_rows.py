@@ -24,17 +24,19 @@ from collections.abc import Callable
 import pulp
 
 from lazysched.solver.decisions import Decisions, Expression
-from lazysched.solver.instance import Instance, StageCosts, StateChoice
+from lazysched.solver.file_rows import FileRows
+from lazysched.solver.instance import Instance
+from lazysched.solver.options import ON_HOST, STREAMED, StageCosts, StateChoice
 
 _ZERO = pulp.LpAffineExpression()
 
 
 def add_time_rows(problem: pulp.LpProblem, instance: Instance, decisions: Decisions) -> pulp.LpVariable:
     """Add all rows; returns T."""
-    return _TimeRows(problem, instance, decisions).build()
+    return TimeRows(problem, instance, decisions).build()
 
 
-class _TimeRows:
+class TimeRows:
     """Durations per window as expressions, then the rows of each engine."""
 
     def __init__(self, problem: pulp.LpProblem, instance: Instance, decisions: Decisions) -> None:
@@ -51,8 +53,8 @@ class _TimeRows:
         self.comp = [self._compute_s(w) + self._early_gpu_update_s(w) for w in self.windows]
         self.load = [self._load_s(w) for w in self.windows]
         self.grads = [self._of_gradient(w, lambda c: c.grads_s, gpu=False) for w in self.windows]
-        self.save = [self._saved(w, self.forward_blocks, "save_s") for w in self.windows]
-        self.fetch = [self._saved(w, self.backward_blocks, "fetch_s") for w in self.windows]
+        self.save = [self.of_saving(w, self.forward_blocks, "save_s") for w in self.windows]
+        self.fetch = [self.of_saving(w, self.backward_blocks, "fetch_s") for w in self.windows]
         self.longest_s = max(o.backward_s for options in instance.saves for o in options) * self.m
         self.horizon_s = (self.depth + 2) * self.longest_s
         """What a slot can be ahead of the windows that share it; rows of slots bind where all of these use them."""
@@ -61,6 +63,10 @@ class _TimeRows:
         self.ty = self._starts("ty")
         self.period = self.problem.add_variable("T", 0)
         self.te = self.problem.add_variable("te", 0)
+        self.fetches: dict[int, pulp.LpVariable] = {}
+        """Per window, when the first fetch starts."""
+        self.updates: list[tuple[pulp.LpVariable, Expression]] = []
+        """End and duration of the host's updates, in forward order or, where none waits for the norm, as they come."""
 
     def build(self) -> pulp.LpVariable:
         """All rows; returns T."""
@@ -73,6 +79,8 @@ class _TimeRows:
             self._update_rows()
         else:
             self._early_update_rows()
+        if self.instance.uses_files:
+            FileRows(self).add()
         return self.period
 
     def _starts(self, letter: str, may_precede_step: bool = False) -> list[pulp.LpVariable]:
@@ -80,14 +88,14 @@ class _TimeRows:
 
     # ---- durations
 
-    def _block(self, window: int) -> int | None:
+    def block(self, window: int) -> int | None:
         """Block of a window; None for embedding and head."""
         if window in self.forward_blocks:
             return window - 1
         return self.num_windows - 2 - window if window in self.backward_blocks else None
 
     def _compute_s(self, window: int) -> Expression:
-        block, instance = self._block(window), self.instance
+        block, instance = self.block(window), self.instance
         if block is None:
             fixed = {0: self.m * instance.embed_forward_s, self.head: instance.head_s}
             return _ZERO + fixed.get(window, instance.embed_backward_s)
@@ -101,36 +109,37 @@ class _TimeRows:
 
     def _of_gradient(self, window: int, cost: Callable[[StageCosts], float], *, gpu: bool) -> Expression:
         """``cost`` of the stage whose gradient ``window`` ends, if the GPU (or else the host) updates it."""
-        block = self._block(window)
+        block = self.block(window)
         if window < self.head:
             return _ZERO
         if block is None:
             is_head = window == self.head
             return self.decisions.ends_on(cost, gpu=gpu, embed=not is_head, head=is_head)
-        choices: tuple[StateChoice, ...] = ("gpu",) if gpu else ("resident", "streamed")
+        choices: tuple[StateChoice, ...] = ("gpu",) if gpu else ON_HOST
         return self.decisions.state(block, cost, *choices)
 
     def _load_s(self, window: int) -> Expression:
-        block = self._block(window)
+        block = self.block(window)
         if block is None:
             if window == self.num_windows - 1:
                 return _ZERO
             return self.decisions.ends_on(lambda c: c.load_s, gpu=False, embed=window == 0, head=window != 0)
         if window < self.head:
-            return self.decisions.state(block, lambda c: c.load_s, "resident", "streamed")
+            return self.decisions.state(block, lambda c: c.load_s, *ON_HOST)
         # At the turn the last blocks still lie in their slots.
         held = block >= self.num_blocks - self.depth - 1
-        return _ZERO if held else self.decisions.state(block, lambda c: c.load_s, "streamed")
+        return _ZERO if held else self.decisions.state(block, lambda c: c.load_s, *STREAMED)
 
-    def _saved(self, window: int, blocks: range, attribute: str) -> Expression:
-        block = self._block(window)
+    def of_saving(self, window: int, blocks: range, attribute: str) -> Expression:
+        """An attribute of the save option of the window's block, 0 outside ``blocks``."""
+        block = self.block(window)
         if block is None or window not in blocks:
             return _ZERO
         return self.decisions.save(block, lambda option: float(getattr(option, attribute)))
 
     def _stays(self, window: int) -> Expression:
         """1 if nothing of the window's block is sent to the host, else 0."""
-        block = self._block(window)
+        block = self.block(window)
         return _ZERO + 1 if block is None else self.decisions.save(block, lambda o: float(o.tier == "gpu"))
 
     # ---- rows
@@ -157,12 +166,12 @@ class _TimeRows:
     def _upload_rows(self) -> None:
         """Slots are free once the stage that streamed through them p + 1 streamed stages before has computed."""
         for w in self.windows[self.depth + 1 :]:
-            if self._block(w) is None:
+            if self.block(w) is None:
                 continue
             gate = w - self.depth - 1
-            between = [self._block(k) for k in range(gate, w + 1)]
+            between = [self.block(k) for k in range(gate, w + 1)]
             # A stage in between that does not stream leaves its slot to this one, which may start long before.
-            idle = [1 - self.decisions.state(b, lambda c: 1.0, "streamed") for b in between if b is not None]
+            idle = [1 - self.decisions.state(b, lambda c: 1.0, *STREAMED) for b in between if b is not None]
             self.problem += self.tx[w] >= self._compute_end(gate) - self.horizon_s * pulp.lpSum(idle)
 
     def _fetch_rows(self) -> None:
@@ -186,7 +195,7 @@ class _TimeRows:
 
     def _first_fetches(self, window: int, first: int, before: Expression) -> Expression:
         """The fetches of a window that may run before it computes; returns their end."""
-        start = self.problem.add_variable(f"ta_{window}", None)
+        start = self.fetches[window] = self.problem.add_variable(f"ta_{window}", None)
         self.problem += start >= before
         gate, behind = self._position_end(window, self.depth + 1)
         # A block in between that fetches nothing leaves its slots to this one, which may start long before.
@@ -194,7 +203,7 @@ class _TimeRows:
         self.problem += start >= gate - self.longest_s * self._stays(window) - self.horizon_s * pulp.lpSum(idle)
         saved = self.num_windows - 1 - window  # the window that sent it away
         self.problem += start >= self.ty[saved] + self.save[saved]
-        self.problem += start + self.m * self.fetch[window] >= self._saves_end(saved) + self.fetch[window]
+        self.problem += start + self.m * self.fetch[window] >= self.saves_end(saved) + self.fetch[window]
         self.problem += self.tc[window] >= start + self.fetch[window]
         end = start + first * self.fetch[window]
         rest_s = ((self.m - first + 1) / self.m) * self.comp[window]
@@ -212,22 +221,23 @@ class _TimeRows:
         self.problem += self.tc[window + 1] >= end + one_s - stays
         return end
 
-    def _saves_end(self, window: int) -> Expression:
+    def saves_end(self, window: int) -> Expression:
+        """When what the window saved is on the host."""
         return self.ty[window] + self.m * self.save[window]
 
     def _save_rows(self) -> None:
         for w in self.forward_blocks:
             one_s = self.comp[w] * (1 / self.m)
             self.problem += self.ty[w] >= self.tc[w] + one_s
-            self.problem += self._saves_end(w) >= self._compute_end(w) + self.save[w]
-            self.problem += self.ty[w + 1] >= self._saves_end(w)
+            self.problem += self.saves_end(w) >= self._compute_end(w) + self.save[w]
+            self.problem += self.ty[w + 1] >= self.saves_end(w)
             if self.m > self.lag + 1:
                 waited = self.ty[w] + (self.m - 1 - self.lag) * self.save[w]
                 self.problem += self.tc[w + 1] >= waited + one_s - self._backlog_s() * self._stays(w)
             if w + 1 in self.forward_blocks:
                 # Where w sends nothing, the last of what was sent before it may still run.
                 last_s = self.save[w] + self._longest_save_s() * self._stays(w)
-                waited = self._saves_end(w) - min(self.lag, self.m) * last_s
+                waited = self.saves_end(w) - min(self.lag, self.m) * last_s
                 self.problem += self.tc[w + 1] >= waited - self._backlog_s() * self._stays(w + 1)
 
     def _longest_save_s(self) -> float:
@@ -253,16 +263,17 @@ class _TimeRows:
         self.problem += self.te >= self._compute_end(self.num_windows - 1)
         before: Expression = _ZERO
         for w in range(self.head + 1):
-            block = self._block(w)
+            block = self.block(w)
             if block is None:
                 own = self.decisions.ends_on(lambda c: c.cpu_update_s, gpu=False, embed=w == 0, head=w != 0)
             else:
-                own = self.decisions.state(block, lambda c: c.cpu_update_s, "resident", "streamed")
+                own = self.decisions.state(block, lambda c: c.cpu_update_s, *ON_HOST)
             if w > 0:  # while it and those before it are updated, the weights of those before are on their way
                 own += self.instance.copy_slowdown * (self.load[w - 1] + self.m * self.save[w - 1])
             updated = self.problem.add_variable(f"cc_{w}", 0)
-            self.problem += updated == before + own
+            self.problem += updated >= before + own
             self.problem += self.tx[w] + self.period >= self.te + updated
+            self.updates.append((updated, own))
             before = updated
         self.problem += self.period >= before
 
@@ -277,16 +288,20 @@ class _TimeRows:
             self.problem += updated >= before + own
             self.problem += updated >= self.ty[w] + self.grads[w] + own
             # A stage that the GPU updates waits for none of this.
-            free = self._longest_step_s() * self._of_gradient(w, lambda c: 1.0, gpu=True)
+            free = self.longest_step_s() * self._of_gradient(w, lambda c: 1.0, gpu=True)
             self.problem += self.tx[self.num_windows - 1 - w] + self.period >= updated - free
+            self.updates.append((updated, own))
             before, total = updated, total + own
         self.problem += self.period >= total
 
-    def _longest_step_s(self) -> float:
+    def longest_step_s(self) -> float:
         """Longer than any sensible step: twice everything one after the other."""
         instance = self.instance
         stages = [instance.embed, instance.head, *instance.blocks]
         total_s = sum(2 * c.load_s + c.grads_s + c.norm_s + c.cpu_update_s + c.gpu_update_s for c in stages)
+        total_s += sum(2 * c.read_weights_s + c.read_both_s + c.write_both_s for c in stages)
         for options in instance.saves:
-            total_s += self.m * max(o.forward_s + o.backward_s + o.save_s + o.fetch_s for o in options)
+            total_s += self.m * max(
+                o.forward_s + o.backward_s + o.save_s + o.fetch_s + o.write_s + o.read_s for o in options
+            )
         return 2 * (total_s + self.m * instance.embed_forward_s + instance.head_s + instance.embed_backward_s)

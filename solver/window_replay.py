@@ -12,14 +12,19 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from lazysched.solver.instance import STATE_CHOICES, Instance, SaveOption, StageCosts, StateChoice
+from lazysched.solver import options
+from lazysched.solver.file_replay import FileEngines
+from lazysched.solver.instance import Instance
 from lazysched.solver.memory_rows import Budgets
+from lazysched.solver.options import STATE_CHOICES, SaveOption, StageCosts, StateChoice
 from lazysched.solver.plans import Choices
+from lazysched.staging import STATE_SLOTS
 
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
 Ints = NDArray[np.int64]
-GPU, RESIDENT, STREAMED = range(3)
+GPU, RESIDENT, STREAMED, NVME = map(STATE_CHOICES.index, ("gpu", "resident", "streamed", "nvme"))
+ANY_STREAMED = [STATE_CHOICES.index(choice) for choice in options.STREAMED]
 NUM_STEPS = 3
 
 
@@ -55,26 +60,28 @@ class ChoiceBatch:
 
 @dataclass(frozen=True)
 class Memory:
-    """Peak GB of N choices on GPU and host, and what of the host's copies read and write."""
+    """Peak GB of N choices on GPU and host, what of the host's copies read and write, and in files."""
 
     gpu_gb: Floats
     host_gb: Floats
     moved_gb: Floats
+    nvme_gb: Floats
 
     def over_gb(self, budgets: Budgets) -> Floats:
         """By how much ``budgets`` are exceeded, all together."""
-        pairs = ((self.gpu_gb, budgets.gpu_gb), (self.host_gb, budgets.host_gb), (self.moved_gb, budgets.moved_gb))
-        over: Floats = sum((np.maximum(used - limit, 0) for used, limit in pairs), np.zeros_like(self.gpu_gb))
+        over: Floats = sum((np.maximum(used - limit, 0) for used, limit in self._pairs(budgets)), 0 * self.gpu_gb)
         return over
 
     def fits(self, budgets: Budgets) -> Bools:
         """Which choices are within ``budgets``."""
-        fits: Bools = (
-            (self.gpu_gb <= budgets.gpu_gb + 1e-9)
-            & (self.host_gb <= budgets.host_gb + 1e-9)
-            & (self.moved_gb <= budgets.moved_gb + 1e-9)
-        )
+        fits: Bools = np.all([used <= limit + 1e-9 for used, limit in self._pairs(budgets)], axis=0)
         return fits
+
+    def _pairs(self, budgets: Budgets) -> list[tuple[Floats, float]]:
+        return [
+            (self.gpu_gb, budgets.gpu_gb), (self.host_gb, budgets.host_gb), (self.moved_gb, budgets.moved_gb),
+            (self.nvme_gb, budgets.nvme_gb),
+        ]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -92,11 +99,13 @@ class WindowReplay:
         candidate = instance.candidate
         self.m, self.slots, self.lag = candidate.accumulation, candidate.prefetch_depth + 1, candidate.d2h_lag
         self.num_blocks = instance.num_blocks
+        self._tables: dict[str, Floats] = {}
 
     def evaluate(self, batch: ChoiceBatch) -> Evaluation:
         """Step time and memory of every set of choices."""
         memory = self.memory(batch)
-        return Evaluation(memory.gpu_gb, memory.host_gb, memory.moved_gb, _Steps(self, batch).steady_step_s())
+        step_s = _Steps(self, batch).steady_step_s()
+        return Evaluation(memory.gpu_gb, memory.host_gb, memory.moved_gb, memory.nvme_gb, step_s)
 
     def fits(self, batch: ChoiceBatch, budgets: Budgets) -> Bools:
         """Which choices are within ``budgets``; much cheaper than evaluating them."""
@@ -104,8 +113,26 @@ class WindowReplay:
 
     def option_table(self, attribute: str, batch: ChoiceBatch) -> Floats:
         """N x L: an attribute of the chosen save options."""
-        tables = [_column(options, attribute) for options in self.instance.saves]
-        return np.stack([table[batch.saves[:, i]] for i, table in enumerate(tables)], axis=1)
+        if attribute not in self._tables:
+            rows = [_column(options, attribute) for options in self.instance.saves]
+            width = max(map(len, rows))
+            self._tables[attribute] = np.array([np.pad(row, (0, width - len(row))) for row in rows])
+        table: Floats = self._tables[attribute][np.arange(self.num_blocks), batch.saves]
+        return table
+
+    def state_table(self, cost: str, batch: ChoiceBatch) -> Floats:
+        """N x L: what a method of ``StageCosts`` says of the chosen states."""
+        if cost not in self._tables:
+            rows = [[getattr(costs, cost)(choice) for choice in STATE_CHOICES] for costs in self.instance.blocks]
+            self._tables[cost] = np.array(rows, dtype=np.float64)
+        table: Floats = self._tables[cost][np.arange(self.num_blocks), batch.states]
+        return table
+
+    def vocabulary_row(self, attribute: str, batch: ChoiceBatch) -> Floats:
+        """N: an attribute of the chosen joint option of embedding and head."""
+        values = [getattr(option, attribute) for option in self.instance.vocabulary_options]
+        row: Floats = np.array(values, dtype=np.float64)[batch.vocabulary]
+        return row
 
     def stage_row(self, attribute: str) -> Floats:
         """L: an attribute of the blocks' costs."""
@@ -125,23 +152,20 @@ class WindowReplay:
     def traffic_gb(self, batch: ChoiceBatch) -> Floats:
         """N: what a step moves between host and GPU; of tokens and what a step reports nothing."""
         weight = self.stage_row("weight_gb")
-        own = (batch.states != GPU) * 2 * weight + reloaded((batch.states == STREAMED).T, self.slots).T * weight
-        vocabulary = np.array([option.moved_gb for option in self.instance.vocabulary_options])[batch.vocabulary]
+        again = reloaded(np.isin(batch.states, ANY_STREAMED).T, self.slots).T
+        own = ((batch.states != GPU) * 2 + again) * weight
+        ends = sum(self.ends("weight_gb", batch, gpu=False), np.zeros(len(batch.vocabulary)))
         saved = 2 * self.m * self.option_table("offloaded_gb", batch)
-        total: Floats = (own + saved).sum(1) + vocabulary
+        total: Floats = (own + saved).sum(1) + 2 * ends
         return total
 
     def memory(self, batch: ChoiceBatch) -> Memory:
         """Peaks as the memory rows have them."""
         instance, m = self.instance, self.m
-        weight, stored = self.stage_row("weight_gb"), self.stage_row("stored_gb")
-        on_gpu, streamed = batch.states == GPU, batch.states == STREAMED
-        vocabulary: dict[str, Floats] = {
-            name: np.array([getattr(o, name) for o in instance.vocabulary_options])[batch.vocabulary]
-            for name in ("gpu_gb", "host_gb", "moved_gb", "grads_slot_gb")
-        }
-        base = instance.gpu_constant_gb + vocabulary["gpu_gb"] + vocabulary["grads_slot_gb"]
-        base = base + (on_gpu * stored + (batch.states == RESIDENT) * weight).sum(1)
+        weight = self.stage_row("weight_gb")
+        on_gpu, streamed = batch.states == GPU, np.isin(batch.states, ANY_STREAMED)
+        base = instance.gpu_constant_gb + self.state_table("on_gpu_gb", batch).sum(1)
+        base = base + self.vocabulary_row("gpu_gb", batch) + self.vocabulary_row("grads_slot_gb", batch)
         base = base + self.slots * (streamed * weight).max(1) + (self.lag + 1) * (~on_gpu * weight).max(1)
         base = base + (self.slots + self.lag + 1) * instance.moving_slot_gb
         inputs = self.option_table("kept_input_gb", batch)
@@ -154,13 +178,27 @@ class WindowReplay:
         updates = (on_gpu * self.stage_row("gpu_update_working_gb")).max(1)
         for working in self.ends("gpu_update_working_gb", batch, gpu=True):
             updates = np.maximum(updates, working)
-        offloaded = m * self.option_table("offloaded_gb", batch).sum(1)
-        moving = instance.host_constant_gb + offloaded
-        host_gb = moving + vocabulary["host_gb"] + (~on_gpu * stored).sum(1)
-        moved_gb = moving + vocabulary["moved_gb"] + (~on_gpu * self.stage_row("moved_gb")).sum(1)
+        staging, records = self._file_slots_gb(batch)
+        moving = instance.host_constant_gb + m * self.option_table("host_gb", batch).sum(1) + staging
+        host_gb = moving + records + self._in_tier("on_host_gb", "host_gb", batch)
+        moved_gb = moving + self._in_tier("moved_gb", "moved_gb", batch)
+        nvme_gb = self._in_tier("in_files_gb", "nvme_gb", batch) + m * self.option_table("nvme_gb", batch).sum(1)
         base = base + instance.mapping_gb_per_gb * moved_gb
         gpu_gb = base + np.maximum(np.maximum(blocks, head), np.maximum(ends, updates))
-        return Memory(gpu_gb, host_gb, moved_gb)
+        return Memory(gpu_gb, host_gb, moved_gb, nvme_gb)
+
+    def _in_tier(self, cost: str, attribute: str, batch: ChoiceBatch) -> Floats:
+        """N: of blocks what ``cost`` says of their states, of embedding and head ``attribute``."""
+        total: Floats = self.state_table(cost, batch).sum(1) + self.vocabulary_row(attribute, batch)
+        return total
+
+    def _file_slots_gb(self, batch: ChoiceBatch) -> tuple[Floats, Floats]:
+        """N each: page-locked slots through which files are read and written, and those in which state is updated."""
+        weights = ((batch.states == NVME) * self.stage_row("weight_gb")).max(1)
+        saved = self.option_table("nvme_gb", batch).max(1)
+        staging = (self.slots + 1) * weights + (self.slots + self.lag + 3) * saved
+        records = np.maximum(self.state_table("in_files_gb", batch).max(1), self.vocabulary_row("record_gb", batch))
+        return staging, STATE_SLOTS * records
 
 
 def reloaded(streamed: Bools, num_slots: int) -> Bools:
@@ -185,6 +223,7 @@ class _Steps:
         zero: Floats = np.zeros(num)
         self.compute_s = self.h2d_s = self.d2h_s = self.cpu_s = zero
         self.waits_for_norm = replay.instance.update.waits_for_norm
+        self.files = FileEngines(replay, batch) if replay.instance.uses_files else None
         self.done = self.updated
         """Per forward window, when the stage's last update had ended."""
         self.weight_slots: list[Floats] = [zero] * self.slots
@@ -202,7 +241,7 @@ class _Steps:
         self.moves = table("offloaded_gb", batch) > 0
         states = np.ascontiguousarray(batch.states.T)
         self.on_host: Bools = states != GPU
-        self.streamed: Bools = states == STREAMED
+        self.streamed: Bools = np.isin(states, ANY_STREAMED)
         self.load: Floats = self.on_host * replay.stage_row("load_s")[:, None]
         self.grads: Floats = self.on_host * replay.stage_row("grads_s")[:, None]
         self.norm = replay.stage_row("norm_s")
@@ -225,7 +264,8 @@ class _Steps:
         """Per forward window, all updates up to it; weights and saved tensors of those before are on their way."""
         copied = [0 * self.embed_load, self.embed_load, *(self.load + self.m * self.save)]
         pairs = zip(self.cpu_updates, copied, strict=True)
-        return list(np.cumsum([own + copy_slowdown * seconds for own, seconds in pairs], axis=0))
+        self.slowed_updates = [own + copy_slowdown * seconds for own, seconds in pairs]
+        return list(np.cumsum(self.slowed_updates, axis=0))
 
     def steady_step_s(self) -> Floats:
         """Distance between the ends of the last two steps."""
@@ -236,14 +276,14 @@ class _Steps:
     def _step(self) -> Floats:
         instance = self.replay.instance
         done, self.done = self.done, list(self.done)
-        self._upload(self.embed_load, done[0])
+        self._upload(self.embed_load, done[0], window=0)
         self.compute_s = self._ready() + self.m * instance.embed_forward_s
         self.save_first: list[Floats] = []
         self.save_last: list[Floats] = []
         for i in range(self.num_blocks):
-            self._upload(self.load[i], done[i + 1], gated=self.streamed[i])
+            self._upload(self.load[i], done[i + 1], gated=self.streamed[i], window=i + 1)
             self._forward(i)
-        self._upload(self.head_load, done[-1])
+        self._upload(self.head_load, done[-1], window=self.num_blocks + 1)
         self.compute_s = self._ready() + instance.head_s
         self.d2h_s = np.maximum(self.d2h_s, self.compute_s) + self.head_grads
         self._update_early(self.num_blocks + 1)
@@ -254,28 +294,42 @@ class _Steps:
         self.d2h_s = np.maximum(self.d2h_s, self.compute_s) + self.embed_grads
         self._update_early(0)
         if self.waits_for_norm:
-            self.done = [self.d2h_s + updated for updated in self.updated]
+            self._update_all()
             self.compute_s = self.compute_s + sum(self.gpu_updates)
         return self.compute_s
+
+    def _update_all(self) -> None:
+        """All updates, in forward order, after the norm."""
+        if self.files is None:
+            self.done = [self.d2h_s + updated for updated in self.updated]
+            return
+        end_s = self.d2h_s
+        for window, own_s in enumerate(self.slowed_updates):
+            end_s = self.done[window] = self.files.update(window, end_s, own_s)
 
     def _update_early(self, window: int) -> None:
         """Update the stage of a forward window now that its gradient has arrived, unless updates wait for the norm."""
         if not self.waits_for_norm:
             self.compute_s = self.compute_s + self.gpu_updates[window]
-            self.cpu_s = np.maximum(self.cpu_s, self.d2h_s) + self.early_updates[window]
+            start_s, own_s = np.maximum(self.cpu_s, self.d2h_s), self.early_updates[window]
+            self.cpu_s = start_s + own_s if self.files is None else self.files.update(window, start_s, own_s)
             self.done[window] = self.cpu_s
 
     def _ready(self) -> Floats:
         return np.maximum(self.compute_s, self.loaded_s)
 
-    def _upload(self, duration_s: Floats, after_s: Floats | float, gated: Bools | None = None) -> None:
-        """Upload weights; ``loaded_s`` says when they are there, 0 for those that need no upload."""
+    def _upload(self, duration_s: Floats, after_s: Floats | float, *, window: int, gated: Bools | None = None) -> None:
+        """Upload a forward window's weights; ``loaded_s`` says when they are there, 0 for those that need no upload."""
         start = np.maximum(self.h2d_s, after_s)
+        if self.files is not None:
+            start = np.maximum(start, self.files.read_weights(window, duration_s > 0))
         if gated is not None:
             start = np.where(gated, np.maximum(start, self.weight_slots[0]), start)
         needed = duration_s > 0
         self.h2d_s = np.where(needed, start + duration_s, self.h2d_s)
         self.loaded_s: Floats = np.where(needed, self.h2d_s, 0.0)
+        if self.files is not None:
+            self.files.uploaded(window, self.h2d_s, needed)
 
     def _forward(self, i: int) -> None:
         moves, save_s, m = self.moves[i], self.save[i], self.m
@@ -290,6 +344,8 @@ class _Steps:
         self.save_first.append(np.where(moves, first + save_s, 0.0))
         self.save_last.append(np.where(moves, saved, 0.0))
         self.d2h_s = np.where(moves, saved, self.d2h_s)
+        if self.files is not None:
+            self.d2h_s = np.maximum(self.d2h_s, self.files.write_saved_of(i, first + save_s, saved))
         self._push(self.save_slots, moves, [saved - k * save_s for k in reversed(range(min(m, self.lag + 1)))])
         self.compute_s = end
         self._push(self.weight_slots, self.streamed[i], [end])
@@ -305,11 +361,11 @@ class _Steps:
         m, moves, fetch_s = self.m, self.moves[i], self.fetch[i]
         reload_s: Floats = self.load[i] * self.reload[i]
         if m > 1:
-            self._upload(reload_s, 0.0, gated=self.streamed[i])
+            self._upload(reload_s, 0.0, gated=self.streamed[i], window=i + 1)
             self.h2d_s = self.h2d_s + rest_s
         fetched, fetched_all = self._fetch(i)
         if m == 1:
-            self._upload(reload_s, 0.0, gated=self.streamed[i])
+            self._upload(reload_s, 0.0, gated=self.streamed[i], window=i + 1)
         one_s = self.backward[i]
         start = np.where(moves, np.maximum(self._ready(), fetched), self._ready())
         if m == 1:
@@ -334,10 +390,13 @@ class _Steps:
         """Fetches that may run before the block computes; ends of the first and of all of them."""
         moves, fetch_s = self.moves[i], self.fetch[i]
         time = np.maximum(self.h2d_s, self.save_first[i])
-        first = time
+        first, first_read, last_read, read_s = time, 0.0 * time, 0.0 * time, 0.0 * time
+        if self.files is not None:
+            first_read, last_read, read_s = self.files.read_saved_of(i)
         for k in range(min(self.slots, self.m)):
-            time = np.maximum(time, self.fetch_slots[k]) + fetch_s
+            time = np.maximum(np.maximum(time, first_read + k * read_s), self.fetch_slots[k]) + fetch_s
             first = time if k == 0 else first
-        time = np.maximum(time, self.save_last[i])
+        last_read = np.where(read_s > 0, last_read + fetch_s, 0.0)
+        time = np.maximum(np.maximum(time, self.save_last[i]), last_read)
         self.h2d_s = np.where(moves, time, self.h2d_s)
         return first, time

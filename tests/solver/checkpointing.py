@@ -18,9 +18,10 @@ from numpy.typing import NDArray
 from lazysched.lower import lower
 from lazysched.schemas import Plan, Profile, SaveVariant, Update
 from lazysched.solver import simulate
-from lazysched.solver.instance import Candidate, Instance, StateChoice
+from lazysched.solver.instance import Candidate, Instance
 from lazysched.solver.memory_rows import Budgets
 from lazysched.solver.milp import PlacementProgram
+from lazysched.solver.options import StateChoice
 from lazysched.solver.plans import Choices, make_plan
 from tests.solver.synthetic import FAST, Machine, Shape, large_profile
 

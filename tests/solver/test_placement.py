@@ -13,9 +13,10 @@ from lazysched.lower import lower
 from lazysched.schemas import Profile, Rate, StateFormat, Update
 from lazysched.solver import Timeline, simulate
 from lazysched.solver.bounds import count_bound_s
-from lazysched.solver.instance import STATE_CHOICES, Candidate, Instance, offload_limits
+from lazysched.solver.instance import Candidate, Instance, offload_limits
 from lazysched.solver.memory_rows import Budgets
 from lazysched.solver.milp import PlacementProgram
+from lazysched.solver.options import STATE_CHOICES
 from lazysched.solver.pins import parse_pins
 from lazysched.solver.plans import Choices, make_plan
 from lazysched.solver.search import TIE, simplified

@@ -9,8 +9,9 @@ import pytest
 
 from lazysched.schemas import Plan, StagePlan, Update
 from lazysched.solver import solve
-from lazysched.solver.instance import STATE_CHOICES, Candidate, Instance, offload_limits
+from lazysched.solver.instance import Candidate, Instance, offload_limits
 from lazysched.solver.memory_rows import Budgets
+from lazysched.solver.options import STATE_CHOICES
 from lazysched.solver.plans import Choices
 from lazysched.solver.recipes import COARSE, RULES, best_of_rule, candidates_of_rule
 from lazysched.solver.window_replay import ChoiceBatch, WindowReplay
