@@ -134,7 +134,8 @@ class FileRows:
     def _write_rows(self) -> None:
         rows = self.rows
         for w in rows.forward_blocks:
-            self.problem += self.tv[w] >= rows.ty[w] + rows.save[w]
+            # Copies stand in one piece, as late as their last must be; the first of them may be written long before.
+            self.problem += self.tv[w] >= rows.tc[w] + rows.comp[w] * (1 / self.m) + rows.save[w]
             self.problem += self._written(w) >= rows.saves_end(w) + self.write[w]
             self.problem += self.tv[w + 1] >= self._written(w)
             behind = max(self.m - self.lag - 2, 0)  # micro-batches whose slots are needed again
