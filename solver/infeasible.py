@@ -88,6 +88,7 @@ class Question:
             instance.usable_gpu_gb(self.budget_bytes["gpu"]) - margin_gb,
             self.budget_bytes["host"] / GB - margin_gb,
             limit_bytes / GB - margin_gb if limited and limit_bytes is not None else math.inf,
+            max(0.0, self.budget_bytes["nvme"] / GB - margin_gb),
         )
 
     def over_bytes(self, closest: Closest) -> dict[str, int]:
@@ -95,7 +96,7 @@ class Question:
         plan = make_plan(closest.instance, closest.choices, budget_bytes=self.budget_bytes)
         program = lower(plan, self.profile.stages)
         peaks = peak_bytes(program, self.profile, plan.micro_batch)
-        over = {str(tier): peaks[tier] - self.budget_bytes[tier] for tier in TIERS}
+        over = {str(tier): peaks[tier] - self.budget_bytes[tier] for tier in peaks}
         if self.profile.pin_limit_bytes is not None:
             over["pinned"] = pinned_bytes(program) - self.profile.pin_limit_bytes
         return {name: size for name, size in over.items() if size > 0}

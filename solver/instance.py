@@ -37,12 +37,13 @@ from lazysched.schemas import (
     Update,
 )
 from lazysched.solver.options import (
+    EXECUTABLE,
     IN_FILES,
     PLACES,
     RESIDENT,
-    STATE_CHOICES,
     STREAMED,
     SaveOption,
+    Scope,
     StageCosts,
     StateChoice,
     VocabularyOption,
@@ -80,7 +81,7 @@ class Instance:
         state_format: of the optimizer state of all stages.
         update: how a step ends.
         pins: decisions fixed by hand.
-        tiers: where things may be; without ``nvme`` nothing is in files.
+        scope: where things may be.
 
     Raises:
         UsageError: the profile lacks a figure that the candidate needs.
@@ -93,9 +94,9 @@ class Instance:
         state_format: StateFormat,
         update: Update,
         pins: tuple[Pin, ...] = (),
-        tiers: tuple[Tier, ...] = ("gpu", "host"),
+        scope: Scope = EXECUTABLE,
     ) -> None:
-        self.profile, self.candidate, self.pins, self.tiers = profile, candidate, pins, tiers
+        self.profile, self.candidate, self.pins, self.scope = profile, candidate, pins, scope
         self.state_format: StateFormat = state_format
         self.update = update
         self.element_bytes = BYTES_PER_ELEMENT[profile.compute_dtype]
@@ -198,7 +199,8 @@ class Instance:
 
     @property
     def _state_choices(self) -> tuple[StateChoice, ...]:
-        return tuple(choice for choice in STATE_CHOICES if set(PLACES[choice]) <= set(self.tiers))
+        scope = self.scope
+        return tuple(c for c, (weights, state) in PLACES.items() if weights in scope.weights and state in scope.state)
 
     @cached_property
     def uses_files(self) -> bool:
@@ -264,7 +266,7 @@ class Instance:
         return _curve(self.profile, link).seconds(num_bytes)
 
     def _file_s(self, link: Literal["nvme_read", "nvme_write"], num_bytes: int) -> float:
-        return self.link_s(link, num_bytes) if "nvme" in self.tiers else 0.0
+        return self.link_s(link, num_bytes) if self.scope.has_files else 0.0
 
     # ---- making
 
@@ -315,7 +317,7 @@ class Instance:
         limit = self.candidate.offload_limit_bytes
         add_s = self._add_s(stage)
         options = [self._save_option(variant, "gpu", add_s) for variant in variants]
-        away: tuple[Tier, ...] = ("host", "nvme") if "nvme" in self.tiers else ("host",)
+        away = [tier for tier in self.scope.saved if tier != "gpu"]
         small = [variant for variant in variants if sum(variant.saved.values()) <= limit]
         options += [self._save_option(variant, tier, add_s) for tier in away for variant in small]
         options = [o for o in options if all(pin.allows(block_plan("gpu", o)) for pin in pins if _of_saving(pin))]

@@ -6,9 +6,10 @@ Nothing here depends on the rest of the model; ``instance`` works the figures ou
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from lazysched.schemas import SaveVariant, StagePlan, Tier
+from lazysched.schemas.executable import INPUT_TIERS, SAVED_TIERS, STATE_TIERS, WEIGHT_TIERS
 
 StateChoice = Literal["gpu", "resident", "streamed", "resident_nvme", "streamed_nvme", "nvme"]
 """``gpu``: weights and state on the GPU. ``resident``: weights there, state on the host. ``streamed``: both on host.
@@ -24,6 +25,31 @@ STREAMED: tuple[StateChoice, ...] = ("streamed", "streamed_nvme", "nvme")
 ON_HOST: tuple[StateChoice, ...] = RESIDENT + STREAMED
 """The host updates them."""
 IN_FILES: tuple[StateChoice, ...] = ("resident_nvme", "streamed_nvme", "nvme")
+
+
+@dataclass(frozen=True)
+class Scope:
+    """Tiers that weights, optimizer state and saved tensors may be in."""
+
+    weights: tuple[Tier, ...]
+    state: tuple[Tier, ...]
+    saved: tuple[Tier, ...]
+
+    def without_files(self) -> Scope:
+        """The same but for ``nvme``."""
+        parts = (self.weights, self.state, self.saved)
+        return Scope(*(tuple(tier for tier in tiers if tier != "nvme") for tiers in parts))
+
+    @property
+    def has_files(self) -> bool:
+        """Whether anything may be in ``nvme``."""
+        return "nvme" in (*self.weights, *self.state, *self.saved)
+
+
+EXECUTABLE = Scope(WEIGHT_TIERS, STATE_TIERS, tuple(tier for tier in SAVED_TIERS if tier in INPUT_TIERS))
+"""What the runtime executes."""
+EVERYTHING = Scope(*(get_args(Tier) for _ in range(3)))
+"""What ``lower`` and the simulator know."""
 
 
 @dataclass(frozen=True)

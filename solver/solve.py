@@ -49,6 +49,7 @@ from lazysched.solver.instance import (
 from lazysched.solver.interrupts import INTERRUPTS
 from lazysched.solver.memory_rows import Budgets
 from lazysched.solver.milp import PlacementProgram
+from lazysched.solver.options import EVERYTHING, EXECUTABLE, Scope
 from lazysched.solver.pins import Pin, parse_pins
 from lazysched.solver.plans import Choices, make_plan
 from lazysched.solver.recipes import Found, Recipe
@@ -65,7 +66,7 @@ is page-locked and loaded later, and the process some of the host for libraries,
 SIMULATED_STEPS = 4
 MAX_TIGHTENINGS = 3
 """How often budgets are tightened when the simulation disagrees with the memory rows."""
-Budget = Literal["gpu", "host", "pinned"]
+Budget = Literal["gpu", "host", "nvme", "pinned"]
 """What limits a plan: memory of the tiers, and how much of the host's can be page-locked."""
 MIN_PROOF_S, PROOF_SHARE = 2.0, 0.5
 """Time for the proof: at least the first, otherwise this share of what the search before it took."""
@@ -113,6 +114,7 @@ def solve(
     gpu_memory_bytes: int | None = None,
     host_memory_bytes: int | None = None,
     nvme_bytes: int = 0,
+    executable_only: bool = True,
     pins: Sequence[str] = (),
     max_grad_norm: float | None = 1.0,
     check_finite: bool = True,
@@ -130,7 +132,8 @@ def solve(
         batch_size: rows of one step; micro-batches of the profile that divide it are considered.
         gpu_memory_bytes: budget, driver context included; None: what was free, beside a GPU less 0.5 GB.
         host_memory_bytes: likewise for the host; None: what was free, beside a GPU less 8 GB.
-        nvme_bytes: must be 0 for now.
+        nvme_bytes: budget of files; 0 keeps everything out of them.
+        executable_only: with False also plans that no runtime executes yet, to look at.
         pins: decisions fixed by hand, as ``block[0:4].weights=gpu``; see ``lazysched.solver.pins``.
         max_grad_norm: global gradient norm to clip to; None gives clipping up.
         check_finite: skip steps whose gradient is not finite; False, which needs no clipping, lets updates start during
@@ -146,8 +149,7 @@ def solve(
         TimeLimitError: nothing was found in time.
         KeyboardInterrupt: Ctrl-C came before any plan was found; after that it ends the search, and a second one all.
     """
-    if nvme_bytes:
-        raise UsageError(f"nvme: {nvme_bytes} bytes: placement on NVMe is not there yet; use 0")
+    scope = _scope(profile, nvme_bytes, EXECUTABLE if executable_only else EVERYTHING)
     check_arguments(time_limit_s, gap, seed, {"gpu": gpu_memory_bytes, "host": host_memory_bytes})
     if optimizer_state not in get_args(StateFormat):
         raise UsageError(f"optimizer_state: {optimizer_state!r} is not known; use {' or '.join(get_args(StateFormat))}")
@@ -155,14 +157,14 @@ def solve(
     budget_bytes: dict[Tier, int] = {
         "gpu": _budget(profile, "gpu", gpu_memory_bytes),
         "host": _budget(profile, "host", host_memory_bytes),
-        "nvme": 0,
+        "nvme": nvme_bytes,
     }
     memories = host_memories(profile, budget_bytes["host"])
     check_profile(profile, optimizer_state, memories)
     update = _update(max_grad_norm, check_finite)
     settings = _Settings(
         profile, batch_size, budget_bytes, memories, update, optimizer_state, parse_pins(pins, profile.stages),
-        time_limit_s, gap, seed,
+        scope, time_limit_s, gap, seed,
     )  # fmt: skip
     return _Search(settings).run()
 
@@ -176,9 +178,24 @@ class _Settings:
     update: Update
     state_format: StateFormat
     pins: tuple[Pin, ...]
+    scope: Scope
     time_limit_s: float
     gap: float
     seed: int
+
+
+def _scope(profile: Profile, nvme_bytes: int, scope: Scope) -> Scope:
+    """Where things may be within a budget of files."""
+    if not nvme_bytes:
+        return scope.without_files()
+    if not scope.has_files:
+        raise UsageError(f"nvme: {nvme_bytes} bytes: placement on NVMe is not there yet; use 0")
+    for link in ("nvme_read", "nvme_write"):
+        curve = profile.links.get(link)
+        if curve is None or not curve.points:
+            reason = "missing" if curve is None else curve.reason
+            raise UsageError(f"profile: links.{link}: not measured ({reason}); profile again with --storage")
+    return scope
 
 
 def _update(max_grad_norm: float | None, check_finite: bool) -> Update:
@@ -215,7 +232,7 @@ class _Search:
         self.instances: dict[Candidate, Instance] = {}
         self.found: dict[Candidate, Found] = {}
         self.bounds: dict[Candidate, float] = {}
-        self.withheld_bytes: dict[Budget, int] = {"gpu": 0, "host": 0, "pinned": 0}
+        self.withheld_bytes: dict[Budget, int] = {"gpu": 0, "host": 0, "nvme": 0, "pinned": 0}
         self.simulated: dict[Found, tuple[Plan, Timeline]] = {}
         self.compared: list[tuple[str, Found | None]] = []
 
@@ -422,7 +439,9 @@ class _Search:
         return self.instances[candidate]
 
     def _make_instance(self, candidate: Candidate, state_format: StateFormat) -> Instance:
-        return Instance(self.profile, candidate, state_format, self.settings.update, self.settings.pins)
+        return Instance(
+            self.profile, candidate, state_format, self.settings.update, self.settings.pins, self.settings.scope
+        )
 
     def _budgets(self, instance: Instance) -> Budgets:
         budget, withheld = self.settings.budget_bytes, self.withheld_bytes
@@ -431,6 +450,7 @@ class _Search:
             gpu_gb,
             (budget["host"] - withheld["host"]) / 1e9,
             (self._pin_limit_bytes(instance.candidate) - withheld["pinned"]) / 1e9,
+            (budget["nvme"] - withheld["nvme"]) / 1e9,
         )
 
     def _pin_limit_bytes(self, candidate: Candidate) -> float:
@@ -472,6 +492,7 @@ class _Search:
         over: dict[Budget, int] = {
             "gpu": timeline.peak_bytes["gpu"] - budget["gpu"],
             "host": timeline.peak_bytes["host"] - budget["host"],
+            "nvme": timeline.peak_bytes["nvme"] - budget["nvme"],
             "pinned": pinned_bytes,
         }
         return {name: max(0, size) for name, size in over.items()}

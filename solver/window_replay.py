@@ -16,7 +16,7 @@ from lazysched.solver import options
 from lazysched.solver.file_replay import FileEngines
 from lazysched.solver.instance import Instance
 from lazysched.solver.memory_rows import Budgets
-from lazysched.solver.options import STATE_CHOICES, SaveOption, StageCosts, StateChoice
+from lazysched.solver.options import STATE_CHOICES, SaveOption, StageCosts, StateChoice, VocabularyOption
 from lazysched.solver.plans import Choices
 from lazysched.staging import STATE_SLOTS
 
@@ -150,14 +150,29 @@ class WindowReplay:
         return embed, column(self.instance.head, [o.head for o in options])
 
     def traffic_gb(self, batch: ChoiceBatch) -> Floats:
-        """N: what a step moves between host and GPU; of tokens and what a step reports nothing."""
+        """N: what a step moves over all links; of tokens and what a step reports nothing."""
         weight = self.stage_row("weight_gb")
         again = reloaded(np.isin(batch.states, ANY_STREAMED).T, self.slots).T
         own = ((batch.states != GPU) * 2 + again) * weight
         ends = sum(self.ends("weight_gb", batch, gpu=False), np.zeros(len(batch.vocabulary)))
         saved = 2 * self.m * self.option_table("offloaded_gb", batch)
         total: Floats = (own + saved).sum(1) + 2 * ends
+        return total + self._file_traffic_gb(batch, again) if self.instance.uses_files else total
+
+    def _file_traffic_gb(self, batch: ChoiceBatch, again: Bools) -> Floats:
+        """Of that, what files are read and written; ``again``: blocks whose weights are needed once more."""
+        records = 2 * self._in_tier("in_files_gb", "nvme_gb", batch)
+        weights = ((batch.states == NVME) * (1 + again) * self.stage_row("weight_gb")).sum(1)
+        ends = [
+            sum(costs.weight_gb for choice, costs in self._ends_of(option) if choice == "nvme")
+            for option in self.instance.vocabulary_options
+        ]
+        saved = 2 * self.m * self.option_table("nvme_gb", batch).sum(1)
+        total: Floats = records + weights + np.array(ends)[batch.vocabulary] + saved
         return total
+
+    def _ends_of(self, option: VocabularyOption) -> tuple[tuple[StateChoice, StageCosts], ...]:
+        return ((option.embed, self.instance.embed), (option.head, self.instance.head))
 
     def memory(self, batch: ChoiceBatch) -> Memory:
         """Peaks as the memory rows have them."""

@@ -54,7 +54,7 @@ class Outcome(NamedTuple):
 def every_choice(profile: Profile, depth: int, memory: HostMemory) -> Iterator[tuple[Instance, Choices]]:
     limit = offload_limits(profile, 1)[-1]
     instance = Instance(profile, Candidate(1, 1, depth, 1, limit, memory), "hybrid8", Update())
-    for states in itertools.product(STATE_CHOICES, repeat=instance.num_blocks):
+    for states in itertools.product(STATE_CHOICES[:3], repeat=instance.num_blocks):
         for saves in itertools.product(*(range(len(options)) for options in instance.saves)):
             for vocabulary in range(len(instance.vocabulary_options)):
                 yield instance, Choices(states, saves, vocabulary)

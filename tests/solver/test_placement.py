@@ -16,7 +16,6 @@ from lazysched.solver.bounds import count_bound_s
 from lazysched.solver.instance import Candidate, Instance, offload_limits
 from lazysched.solver.memory_rows import Budgets
 from lazysched.solver.milp import PlacementProgram
-from lazysched.solver.options import STATE_CHOICES
 from lazysched.solver.pins import parse_pins
 from lazysched.solver.plans import Choices, make_plan
 from lazysched.solver.search import TIE, simplified
@@ -43,7 +42,7 @@ def replayed(profile: Profile, instance: Instance, choices: Choices) -> Timeline
 
 def drawn(instance: Instance, generator: random.Random) -> Choices:
     return Choices(
-        states=tuple(generator.choice(STATE_CHOICES) for _ in instance.blocks),
+        states=tuple(generator.choice(own) for own in instance.states),
         saves=tuple(generator.randrange(len(options)) for options in instance.saves),
         vocabulary=generator.randrange(len(instance.vocabulary_options)),
     )

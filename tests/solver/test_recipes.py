@@ -59,7 +59,7 @@ def every_choice(instance: Instance) -> Iterator[Choices]:
         if on_gpu + resident > length:
             continue
         counts = (on_gpu, resident, length - on_gpu - resident)
-        states = tuple(s for s, count in zip(STATE_CHOICES, counts, strict=True) for _ in range(count))
+        states = tuple(s for s, count in zip(STATE_CHOICES[:3], counts, strict=True) for _ in range(count))
         for save, kind in itertools.product(range(len(instance.saves[0])), range(len(instance.vocabulary_options))):
             yield Choices(states, (save,) * length, kind)
 

@@ -53,7 +53,7 @@ def every_plan(
     result = []
     for depth, lag in ((1, 0), (1, 1), (2, 1)):  # the first needs least memory
         instance = Instance(profile, Candidate(1, 1, depth, lag, offload_limits(profile, 1)[-1]), "hybrid8", update)
-        for states in itertools.product(STATE_CHOICES, repeat=num_blocks):
+        for states in itertools.product(STATE_CHOICES[:3], repeat=num_blocks):
             for saves in itertools.product(*(range(len(options)) for options in instance.saves)):
                 for vocabulary in range(len(instance.vocabulary_options)):
                     plan = make_plan(instance, Choices(states, saves, vocabulary), budget_bytes={})
