@@ -295,7 +295,7 @@ class Instance:
         )
 
     def _vocabulary(self, embed: StateChoice, head: StateChoice) -> VocabularyOption:
-        pairs = ((embed, self.embed), (head, self.head))
+        pairs: list[tuple[StateChoice, StageCosts]] = [(embed, self.embed), (head, self.head)]
         slot_gb = max(self.embed.weight_gb, self.head.weight_gb) if embed in STREAMED else 0.0
         from_files_gb = max((costs.weight_gb for choice, costs in pairs if choice == "nvme"), default=0.0)
         return VocabularyOption(
@@ -317,7 +317,7 @@ class Instance:
         limit = self.candidate.offload_limit_bytes
         add_s = self._add_s(stage)
         options = [self._save_option(variant, "gpu", add_s) for variant in variants]
-        away = [tier for tier in self.scope.saved if tier != "gpu"]
+        away: list[Tier] = [tier for tier in self.scope.saved if tier != "gpu"]
         small = [variant for variant in variants if sum(variant.saved.values()) <= limit]
         options += [self._save_option(variant, tier, add_s) for tier in away for variant in small]
         options = [o for o in options if all(pin.allows(block_plan("gpu", o)) for pin in pins if _of_saving(pin))]

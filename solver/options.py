@@ -37,8 +37,11 @@ class Scope:
 
     def without_files(self) -> Scope:
         """The same but for ``nvme``."""
-        parts = (self.weights, self.state, self.saved)
-        return Scope(*(tuple(tier for tier in tiers if tier != "nvme") for tiers in parts))
+
+        def kept(tiers: tuple[Tier, ...]) -> tuple[Tier, ...]:
+            return tuple(tier for tier in tiers if tier != "nvme")
+
+        return Scope(kept(self.weights), kept(self.state), kept(self.saved))
 
     @property
     def has_files(self) -> bool:

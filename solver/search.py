@@ -66,19 +66,15 @@ def simplified(replay: WindowReplay, budgets: Budgets, start: Choices) -> Choice
 def _simpler(instance: Instance, current: ChoiceBatch) -> ChoiceBatch:
     """``current``, then what it becomes by one step of ``simplified``."""
     saves, states = current.saves[0], current.states[0]
-    kinds = sorted(set(zip(saves.tolist(), states.tolist(), strict=True)))
     rows = [(saves, states)]
-    options = [id(own) for own in instance.saves]
-    allowed = allowed_states(instance)
-    for save, state in kinds:
-        where = (saves == save) & (states == state)
-        for other_save, other_state in kinds:
-            fits = [
-                own == options[int(np.argmax(where))] and other_state in states_of
-                for own, states_of in zip(options, allowed, strict=True)
-            ]
-            chosen = where & np.array(fits)
-            rows.append((np.where(chosen, other_save, saves), np.where(chosen, other_state, states)))
+    options, allowed = np.array([id(own) for own in instance.saves]), allowed_states(instance)
+    kinds = sorted(set(zip(options.tolist(), saves.tolist(), states.tolist(), strict=True)))
+    for own, save, state in kinds:
+        where = (options == own) & (saves == save) & (states == state)
+        for other_own, other_save, other_state in kinds:
+            if own == other_own:  # a place among other options means something else
+                chosen = where & np.array([other_state in states_of for states_of in allowed])
+                rows.append((np.where(chosen, other_save, saves), np.where(chosen, other_state, states)))
     movable = [i for i, own in enumerate(allowed) if states[i] != GPU and GPU in own]
     for count in range(1, len(movable) + 1):
         moved = states.copy()
