@@ -25,7 +25,7 @@ from lazysched.solver.interrupts import INTERRUPTS
 NUM_THREADS = 2
 """One fixed number, so that a plan does not depend on the machine that solves it."""
 
-Status = Literal["optimal", "feasible", "infeasible", "time_limit"]
+Status = Literal["optimal", "feasible", "infeasible", "time_limit", "unknown"]
 
 
 @dataclass(frozen=True)
@@ -134,6 +134,8 @@ def _outcome(problem: pulp.LpProblem, relaxed: bool) -> Outcome:
     if status == highspy.HighsModelStatus.kOptimal:
         objective = float(info.objective_function_value)
         return Outcome("optimal", objective, objective if relaxed else float(info.mip_dual_bound))
+    if status == highspy.HighsModelStatus.kUnknown:  # gave up for numerical trouble, with nothing to rely on
+        return Outcome("unknown", math.inf, -math.inf)
     assert status == highspy.HighsModelStatus.kTimeLimit, f"HiGHS ended with {status}"
     bound = -math.inf if relaxed else float(info.mip_dual_bound)
     if problem.sol_status == pulp.LpSolutionIntegerFeasible and not relaxed:
