@@ -24,7 +24,7 @@ from lazysched.solver.window_replay import ChoiceBatch, WindowReplay
 from lazysched.solver.workers import each_in_processes, in_worker
 
 PREFETCH_DEPTHS, D2H_LAGS = (1, 2), (1, 2)
-"""A lag of 0 is left out: rows and window replay are conservative there where inputs alone leave, whose slots are many."""
+"""Not 0: rows and window replay are conservative there where inputs alone leave, which have slots enough."""
 FIRST_DEPTH, FIRST_LAG = 1, 1
 """What every combination is tried with; the others are tried with the best of them."""
 MAX_ROUNDS = 60
