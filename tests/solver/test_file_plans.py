@@ -90,7 +90,7 @@ def test_count_bounds_are_below_every_plan() -> None:
 
 def solved(profile: Profile, host_bytes: int, nvme_bytes: int) -> Solution:
     return solve(
-        profile, batch_size=1, gpu_memory_bytes=70 * MB, host_memory_bytes=host_bytes, nvme_bytes=nvme_bytes,
+        profile, batch_size=1, gpu_memory_bytes=75 * MB, host_memory_bytes=host_bytes, nvme_bytes=nvme_bytes,
         executable_only=False,
     )  # fmt: skip
 
