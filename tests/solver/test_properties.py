@@ -53,7 +53,7 @@ def check_never_slower(scenario: Scenario, better: Scenario) -> None:
 BETTER = ("gpu_bytes", "host_bytes", "link_bytes_per_s", "cpu_params_per_s")
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8, deadline=None, derandomize=True)
 @given(seed=SEEDS, what=st.sampled_from(BETTER), factor=st.sampled_from((1.1, 1.5, 3.0)))
 def test_more_memory_bandwidth_or_processor_is_never_slower(seed: int, what: str, factor: float) -> None:
     scenario = Scenario.of_seed(seed)
@@ -61,7 +61,7 @@ def test_more_memory_bandwidth_or_processor_is_never_slower(seed: int, what: str
 
 
 @pytest.mark.slow
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60, deadline=None, derandomize=True)
 @given(seed=SEEDS, what=st.sampled_from(BETTER), factor=st.sampled_from((1.1, 1.5, 3.0)))
 def test_more_is_never_slower_on_many(seed: int, what: str, factor: float) -> None:
     scenario = Scenario.of_seed(seed)
