@@ -17,6 +17,12 @@ if TYPE_CHECKING:
     from lazysched.solver.window_replay import Bools, ChoiceBatch, Floats, WindowReplay
 
 
+def hand_on(ring: list[Floats], mask: Bools, times: list[Floats]) -> None:
+    """Hand slots on, first in first out, where ``mask``; ``times`` is when the new holders leave them."""
+    handed_on = [*ring, *times][-len(ring) :]
+    ring[:] = [np.where(mask, new, old) for new, old in zip(handed_on, ring, strict=True)]
+
+
 class FileEngines:
     """When reads and writes end; everything that is not in files passes through unchanged."""
 
@@ -49,18 +55,16 @@ class FileEngines:
         head = np.array([cost(instance.head, option.head) for option in options])[batch.vocabulary]
         return [embed, *blocks, head]
 
-    def read_weights(self, window: int, needed: Bools | bool = True) -> Floats:
+    def read_weights(self, window: int, needed: Bools) -> Floats:
         """End of the read that the upload of the window's weights waits for, 0 where there is none."""
         own_s = self.weights[window] * needed
         start = np.maximum(np.maximum(self.reading_s, self.weight_slots[0]), self.written[window])
         self.reading_s = np.where(own_s > 0, start + own_s, self.reading_s)
         return np.where(own_s > 0, self.reading_s, 0.0)
 
-    def uploaded(self, window: int, end_s: Floats, needed: Bools | bool = True) -> None:
+    def uploaded(self, window: int, end_s: Floats, needed: Bools) -> None:
         """The window's weights have left their slot on the host at ``end_s``."""
-        mask = self.weights[window] * needed > 0
-        handed_on = [*self.weight_slots[1:], end_s]
-        self.weight_slots = [np.where(mask, new, old) for new, old in zip(handed_on, self.weight_slots, strict=True)]
+        hand_on(self.weight_slots, self.weights[window] * needed > 0, [end_s])
 
     def write_saved_of(self, block: int, first_s: Floats, last_s: Floats) -> Floats:
         """Write what a block saves, there from ``first_s`` to ``last_s``; when the copies before the next may end."""
@@ -89,6 +93,5 @@ class FileEngines:
         written = np.maximum(self.writing_s, end) + write_s
         self.writing_s = np.where(in_files, written, self.writing_s)
         self.written[window] = np.where(in_files, written, self.written[window])
-        handed_on = [*self.state_slots[1:], written]
-        self.state_slots = [np.where(in_files, new, old) for new, old in zip(handed_on, self.state_slots, strict=True)]
+        hand_on(self.state_slots, in_files, [written])
         return end

@@ -16,6 +16,7 @@ Legend (beside that of ``time_rows``; seconds):
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import pulp
@@ -61,12 +62,12 @@ class FileRows:
 
     # ---- durations and switches
 
-    def _of_stage(self, window: int, cost: object) -> Expression:
+    def _of_stage(self, window: int, cost: Callable[[StageCosts, StateChoice], float]) -> Expression:
         """``cost`` of the stage of a forward window and its state choice."""
         block = self.rows.block(window)
         if block is None:
-            return self.decisions.ends_by_state(cost, embed=window == 0, head=window != 0)  # type: ignore[arg-type]
-        return self.decisions.by_state(block, cost)  # type: ignore[arg-type]
+            return self.decisions.ends_by_state(cost, embed=window == 0, head=window != 0)
+        return self.decisions.by_state(block, cost)
 
     def _in_files(self, window: int) -> Expression:
         """1 if the weights of the window's stage are in files, else 0."""
@@ -86,11 +87,8 @@ class FileRows:
         return self.decisions.save(block, lambda o: float(o.tier == "nvme"))
 
     def _read_weights_s(self, window: int) -> Expression:
-        block, rows = self.rows.block(window), self.rows
-        if window == rows.num_windows - 1:
+        if window == self.rows.num_windows - 1 or self.rows.held(window):
             return pulp.LpAffineExpression()
-        if block is not None and window > rows.head and block >= rows.num_blocks - self.depth - 1:
-            return pulp.LpAffineExpression()  # at the turn it still lies in its slot
         return self._of_stage(window, _read_weights_s)
 
     def _reads_s(self, window: int) -> Expression:

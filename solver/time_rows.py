@@ -126,9 +126,12 @@ class TimeRows:
             return self.decisions.ends_on(lambda c: c.load_s, gpu=False, embed=window == 0, head=window != 0)
         if window < self.head:
             return self.decisions.state(block, lambda c: c.load_s, *ON_HOST)
-        # At the turn the last blocks still lie in their slots.
-        held = block >= self.num_blocks - self.depth - 1
-        return _ZERO if held else self.decisions.state(block, lambda c: c.load_s, *STREAMED)
+        return _ZERO if self.held(window) else self.decisions.state(block, lambda c: c.load_s, *STREAMED)
+
+    def held(self, window: int) -> bool:
+        """Whether the window is the backward of a block that, at the turn, still lies in its slot if it streams."""
+        block = self.block(window)
+        return block is not None and window > self.head and block >= self.num_blocks - self.depth - 1
 
     def of_saving(self, window: int, blocks: range, attribute: str) -> Expression:
         """An attribute of the save option of the window's block, 0 outside ``blocks``."""

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lazysched.solver import options
-from lazysched.solver.file_replay import FileEngines
+from lazysched.solver.file_replay import FileEngines, hand_on
 from lazysched.solver.instance import Instance
 from lazysched.solver.memory_rows import Budgets
 from lazysched.solver.options import STATE_CHOICES, SaveOption, StageCosts, StateChoice, VocabularyOption
@@ -361,15 +361,9 @@ class _Steps:
         self.d2h_s = np.where(moves, saved, self.d2h_s)
         if self.files is not None:
             self.d2h_s = np.maximum(self.d2h_s, self.files.write_saved_of(i, first + save_s, saved))
-        self._push(self.save_slots, moves, [saved - k * save_s for k in reversed(range(min(m, self.lag + 1)))])
+        hand_on(self.save_slots, moves, [saved - k * save_s for k in reversed(range(min(m, self.lag + 1)))])
         self.compute_s = end
-        self._push(self.weight_slots, self.streamed[i], [end])
-
-    @staticmethod
-    def _push(ring: list[Floats], mask: Bools, times: list[Floats]) -> None:
-        """Hand slots on, first in first out, where ``mask``; ``times`` is when the new holders leave them."""
-        handed_on = [*ring, *times][-len(ring) :]
-        ring[:] = [np.where(mask, new, old) for new, old in zip(handed_on, ring, strict=True)]
+        hand_on(self.weight_slots, self.streamed[i], [end])
 
     def _backward(self, i: int, rest_s: Floats) -> Floats:
         """One block's backward; ``rest_s`` is the fetching of the block before that still shares the engine."""
@@ -389,14 +383,14 @@ class _Steps:
         num_first = min(self.slots, m)
         left_s = (m - num_first) * fetch_s
         end = np.where(moves, np.maximum(end, fetched_all + left_s + one_s), end)
-        self._push(self.fetch_slots, moves, [end - k * one_s for k in range(min(m, self.slots) - 1, -1, -1)])
+        hand_on(self.fetch_slots, moves, [end - k * one_s for k in range(min(m, self.slots) - 1, -1, -1)])
         if m > 1:
             end = np.where(self.on_host[i], np.maximum(end, self.grad_slots[0]), end)
         self.compute_s = end + self.norm[i]
-        self._push(self.weight_slots, self.streamed[i], [self.compute_s])
+        hand_on(self.weight_slots, self.streamed[i], [self.compute_s])
         sent = np.maximum(self.d2h_s, self.compute_s) + self.grads[i]
         self.d2h_s = np.where(self.on_host[i], sent, self.d2h_s)
-        self._push(self.grad_slots, self.on_host[i], [sent])
+        hand_on(self.grad_slots, self.on_host[i], [sent])
         self._update_early(i + 1)
         still_s: Floats = left_s * moves
         return still_s

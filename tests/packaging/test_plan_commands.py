@@ -10,6 +10,7 @@ import pytest
 from lazysched.cli import main
 from lazysched.schemas import Plan
 from lazysched.solver import solve
+from tests.packaging.test_cli import refused as refused_line
 from tests.solver.synthetic import tiny_profile
 
 MB = 1_000_000
@@ -36,12 +37,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plan: Plan) -> Path:
 
 
 def refused(capsys: pytest.CaptureFixture[str], arguments: list[str], exit_code: int = 2) -> str:
-    """The one line on stderr of a command that is refused."""
-    assert main(arguments) == exit_code
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    (line,) = captured.err.splitlines()
-    return line.removeprefix("error: ")
+    """What the one line on stderr of a command that is refused says."""
+    return refused_line(capsys, arguments, exit_code).removeprefix("error: ")
 
 
 @pytest.mark.usefixtures("folder")
