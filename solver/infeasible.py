@@ -156,8 +156,10 @@ def _order_equal_blocks(problem: pulp.LpProblem, instance: Instance, decisions: 
     """Of the many ways to give equal blocks the same choices leave one, or HiGHS would try them all.
 
     Memory does not ask which block has which state; what a block's window holds beside what is kept is best large while
-    little is kept, in early blocks.
+    little is kept, in early blocks. What segments share cannot be moved block by block: there all ways are left.
     """
+    if instance.has_segments:
+        return
     groups: dict[tuple[int, ...], list[int]] = defaultdict(list)
     for i, alike in enumerate(zip(instance.blocks, instance.saves, instance.states, strict=True)):
         groups[tuple(map(id, alike))].append(i)
