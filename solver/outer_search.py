@@ -10,13 +10,14 @@ These are searched outside the integer program:
    none can beat the best plan by more than the gap, or time is up;
 6. the finalists are lowered and simulated; the fastest that keeps its budgets in the simulation is the plan.
 
+When time is up, what is left of the first five is skipped; a plan and a bound, or the reason why there is no plan, are
+always found.
 Whether host memory is page-locked is a further part of a combination where that is limited.
 """
 
 from __future__ import annotations
 
 import math
-import time
 from importlib.metadata import version
 
 from lazysched.errors import UsageError
@@ -32,6 +33,7 @@ from lazysched.solver.plans import Choices
 from lazysched.solver.recipes import Found, Recipe
 from lazysched.solver.solution import Solution, Tried
 from lazysched.solver.space import Settings, Space
+from lazysched.solver.stopwatch import Stopwatch
 from lazysched.solver.window_replay import ChoiceBatch, WindowReplay
 
 ROUND = 4
@@ -40,6 +42,8 @@ NUM_FINALISTS = 4
 """Plans that are simulated at most."""
 MAX_TIGHTENINGS = 3
 """How often budgets are tightened when the simulation disagrees with the memory rows."""
+RECIPES_SHARE = 0.5
+"""Of the time limit, after which no further recipe is tried if one has a plan."""
 MIN_PROOF_S, PROOF_SHARE = 2.0, 0.5
 """Time for the proof: at least the first, otherwise this share of what the search before it took."""
 
@@ -48,7 +52,7 @@ class Search:
     """The search for one call of ``solve``; see the module's docstring for its parts."""
 
     def __init__(self, settings: Settings) -> None:
-        self.settings, self.started_s = settings, time.monotonic()
+        self.settings, self.watch = settings, Stopwatch(settings.time_limit_s)
         self.space = Space(settings)
         self.judge = Judge(self.space)
         self.found: dict[Candidate, Found] = {}
@@ -84,44 +88,60 @@ class Search:
         raise AssertionError("memory rows and simulation disagree beyond tightening")
 
     def _incumbent(self) -> Solution | None:
-        """What an interrupted search has found; combinations that it did not come to get the bound of their compute."""
+        """What an interrupted search has found."""
         winner = self._winner()
         if winner is None:
             return None
-        for candidate in self.space.combinations():
-            self.bounds.setdefault(candidate, self.space.instance(candidate).compute_bound_s)
+        self._bound_the_rest()
         return self._solution(winner, interrupted=True)
 
     # ---- parts
 
     def _recipes(self) -> None:
+        """Those that the time does not suffice for are left out of the comparison."""
         self.compared = []
         for rule in recipes.RULES:
+            if not self._tries_recipe(None):
+                break
             candidates = recipes.candidates_of_rule(
                 rule, self.space.accumulations, self.space.limits, self.settings.host_memories, PREFETCH_DEPTHS
             )
             instances = [instance for instance in map(self.space.instance, candidates) if instance.has_options]
-            found = recipes.best_of_rule(rule, instances, self.space.budgets)
-            self.compared.append((rule.name, found))
+            found = recipes.best_of_rule(rule, instances, self.space.budgets, self._tries_recipe)
+            if found is not None or self._tries_recipe(None):
+                self.compared.append((rule.name, found))
             if found is not None:
                 self._keep(found)
+
+    def _tries_recipe(self, best: Found | None) -> bool:
+        """Whether to go on, where a rule has found ``best`` so far."""
+        in_time = self.watch.elapsed_s < RECIPES_SHARE * self.settings.time_limit_s
+        return in_time or (best is None and not self.found)
 
     def _bound_all(self) -> None:
         """Quick bounds of all combinations, which hold for every prefetch depth and D2H lag."""
         self.bounds.clear()
         for first in self.space.combinations():
+            if self.bounds and not self.watch.has_time():
+                break
             instance = self.space.instance(shallowest(first))
             self.bounds[first] = count_bound_s(instance, self.space.budgets(instance), max(PREFETCH_DEPTHS))
+        self._bound_the_rest()
         if not self.bounds:
             fixed = ", ".join(pin.text for pin in self.settings.pins)
             raise UsageError(
                 f"pin: {fixed}: no stage can be all that; a variant's name is in the profile, tiers differ"
             )
 
+    def _bound_the_rest(self) -> None:
+        """Combinations that the search did not come to get the bound of their compute."""
+        for candidate in self.space.combinations():
+            self.bounds.setdefault(candidate, self.space.instance(candidate).compute_bound_s)
+
     def _explore(self) -> None:
         """Look for plans of the combinations, the most promising first, as long as their bounds leave room."""
         waiting = sorted(self.bounds, key=lambda candidate: self.bounds[candidate])
-        while self._remaining_s() > 0:
+        while self.watch.has_time():
             chosen = [candidate for candidate in waiting if self._may_improve(candidate)][:ROUND]
             if not chosen:
                 break
@@ -134,17 +154,18 @@ class Search:
     def _task(self, candidate: Candidate) -> Task:
         settings, instance = self.settings, self.space.instance(candidate)
         budgets = self.space.budgets(instance)
-        return Task(instance, budgets, self._best_s(), settings.gap, max(self._remaining_s(), 0.1), settings.seed)
+        return Task(instance, budgets, self._best_s(), settings.gap, self.watch.remaining_s, settings.seed)
 
     def _vary(self) -> None:
         """Try the best plans of each kind of host memory with every other prefetch depth and D2H lag."""
         for memory in self.settings.host_memories:
             found = [f for f in self.found.values() if f.candidate.host_memory == memory]
-            if not found or self._remaining_s() <= 0:
+            if not found:
                 continue
             best = min(found, key=lambda f: f.step_s)
             for candidate in variations(best.candidate):
-                self._improve(candidate, best.choices)
+                if self.watch.has_time():
+                    self._improve(candidate, best.choices)
 
     def _solve_best(self) -> None:
         """Solve the mixed-integer program of the best plan's combination, depth and lag, from that plan.
@@ -154,35 +175,35 @@ class Search:
         for candidate, bound_s in list(self.bounds.items()):
             self.bounds |= dict.fromkeys(variations(candidate), bound_s)
         best = min(self.found.values(), key=_step_s)
-        if self._may_improve(best.candidate):
+        if self.watch.has_time() and self._may_improve(best.candidate):
             self._solve_program(best.candidate, self._program(best.candidate), self._share_s())
 
     def _share_s(self) -> float:
         """Time for one part of the proof."""
-        return min(max(MIN_PROOF_S, PROOF_SHARE * self._elapsed_s()), max(self._remaining_s(), 0.1))
+        return min(max(MIN_PROOF_S, PROOF_SHARE * self.watch.elapsed_s), self.watch.remaining_s)
 
     def _improve(self, candidate: Candidate, start: Choices) -> None:
         instance = self.space.instance(candidate)
-        found = polished(instance, self.space.budgets(instance), start, self.settings.seed)
+        found = polished(instance, self.space.budgets(instance), start, self.settings.seed, self.watch.has_time)
         if found is not None:
             self._keep(found)
 
     def _prove(self) -> None:
         """Raise the lowest bound, again and again, until it proves the incumbent good enough or time is up."""
-        until_s = self._elapsed_s() + self._share_s()
+        until_s = self.watch.elapsed_s + self._share_s()
         programs: dict[Candidate, PlacementProgram] = {}
         solved: set[Candidate] = set()
-        while self._elapsed_s() < until_s:
+        while self.watch.elapsed_s < until_s:
             open_ = [c for c in self.bounds if self._may_improve(c) and c not in solved]
             if not open_:
                 break
             candidate = min(open_, key=lambda c: self.bounds[c])
             if candidate in programs:
-                self._solve_program(candidate, programs[candidate], max((until_s - self._elapsed_s()) / 2, 0.1))
+                self._solve_program(candidate, programs[candidate], (until_s - self.watch.elapsed_s) / 2)
                 solved.add(candidate)
             else:
                 programs[candidate] = self._program(candidate)
-                self._raise_bound(candidate, programs[candidate].lower_bound_s(self._remaining_s()))
+                self._raise_bound(candidate, programs[candidate].lower_bound_s(self.watch.remaining_s))
 
     def _program(self, candidate: Candidate) -> PlacementProgram:
         instance = self.space.instance(candidate)
@@ -218,7 +239,7 @@ class Search:
         evaluation = WindowReplay(fitting.instance).evaluate(ChoiceBatch.of([choices]))
         # Its bytes were counted: it is kept even where the replay's memory rows, which count more, call it too large.
         self._keep(Found(candidate, choices, float(evaluation.step_s[0])))
-        if self._remaining_s() > 0:
+        if self.watch.has_time():
             self._improve(candidate, choices)
 
     def _winner(self) -> Judged | None:
@@ -247,12 +268,6 @@ class Search:
         """Whether the candidate's bound allows a plan that beats the incumbent by more than the gap."""
         return self.bounds[candidate] < self._best_s() * (1 - self.settings.gap)
 
-    def _elapsed_s(self) -> float:
-        return time.monotonic() - self.started_s
-
-    def _remaining_s(self) -> float:
-        return self.settings.time_limit_s - self._elapsed_s()
-
     def _solution(self, winner: Judged, interrupted: bool = False) -> Solution:
         plan, timeline = winner.plan, winner.timeline
         report = self._report(timeline.step_s, interrupted)
@@ -274,7 +289,7 @@ class Search:
             bound_s=bound_s,
             gap=gap,
             seed=self.settings.seed,
-            time_s=self._elapsed_s(),
+            time_s=self.watch.elapsed_s,
             versions={name: version(name) for name in ("highspy", "pulp")},
         )
 
