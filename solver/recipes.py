@@ -131,10 +131,20 @@ def _offload_limits(rule: Rule, limits: Sequence[int]) -> list[int]:
     return none + ([limits[1]] if rule.tiers != ("gpu",) else [])
 
 
-def best_of_rule(rule: Rule, instances: Iterable[Instance], budgets: Callable[[Instance], Budgets]) -> Found | None:
-    """The fastest choices that follow ``rule`` and fit, over all ``instances``."""
+def best_of_rule(
+    rule: Rule,
+    instances: Iterable[Instance],
+    budgets: Callable[[Instance], Budgets],
+    goes_on: Callable[[Found | None], bool] = lambda _: True,
+) -> Found | None:
+    """The fastest choices that follow ``rule`` and fit, over all ``instances``.
+
+    ``goes_on`` is asked before each of them, with the best choices so far.
+    """
     best: Found | None = None
     for instance in sorted(instances, key=lambda instance: instance.compute_bound_s):  # so that most need no look
+        if not goes_on(best):
+            break
         found = _best_of_instance(rule, instance, budgets(instance), best.step_s if best else np.inf)
         if found is not None:
             best = found

@@ -7,6 +7,8 @@ would leave a part of a segment is dropped; segments come and go as a whole.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from lazysched.solver.instance import Instance
@@ -27,12 +29,30 @@ LEAST_GAIN = 2e-4
 """Relative gain below which a round ends the descent."""
 
 
-def improve(replay: WindowReplay, budgets: Budgets, start: Choices, *, seed: int, max_rounds: int) -> Choices:
-    """The best choices that descent from ``start`` finds within ``max_rounds`` rounds; they may still not fit."""
+def always() -> bool:
+    """There is always time."""
+    return True
+
+
+def improve(
+    replay: WindowReplay,
+    budgets: Budgets,
+    start: Choices,
+    *,
+    seed: int,
+    max_rounds: int,
+    has_time: Callable[[], bool] = always,
+) -> Choices:
+    """The best choices that descent from ``start`` finds within ``max_rounds`` rounds; they may still not fit.
+
+    ``has_time`` is asked before each round.
+    """
     random = np.random.default_rng(seed)
     current = ChoiceBatch.of([start])
     best_s = float(rank_s(replay.evaluate(current), budgets)[0])
     for _ in range(max_rounds):
+        if not has_time():
+            break
         batch = _neighbours(replay, current, random)
         batch = batch.rows(replay.whole(batch))
         fitting = replay.fits(batch, budgets)
@@ -47,23 +67,26 @@ def improve(replay: WindowReplay, budgets: Budgets, start: Choices, *, seed: int
     return current.choices(0)
 
 
-def simplified(replay: WindowReplay, budgets: Budgets, start: Choices) -> Choices:
+def simplified(
+    replay: WindowReplay, budgets: Budgets, start: Choices, has_time: Callable[[], bool] = always
+) -> Choices:
     """Of plans as fast as ``start``, one that moves less, then one with fewer kinds of blocks.
 
     All blocks of one kind become another kind, or blocks with their state on the host get it on the GPU, from the first
-    on, as long as that costs no more than ``TIE`` in all.
+    on, as long as that costs no more than ``TIE`` in all and ``has_time``.
     """
     current = ChoiceBatch.of([start])
     allowed_s = float(replay.evaluate(current).step_s[0]) * (1 + TIE)
-    while True:
+    while has_time():
         batch = _simpler(replay.instance, current)
         batch = batch.rows(replay.whole(batch))
         batch = batch.rows(replay.fits(batch, budgets))
         batch = batch.rows(replay.evaluate(batch).step_s <= allowed_s)
         order = np.lexsort((_num_kinds(batch), np.round(replay.traffic_gb(batch), 3)))
         if not len(order) or order[0] == 0:  # the first is what there was
-            return current.choices(0)
+            break
         current = batch.rows(order[:1])
+    return current.choices(0)
 
 
 def _simpler(instance: Instance, current: ChoiceBatch) -> ChoiceBatch:

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from lazysched.schemas import Curve, Engine, Plan, Profile, Rate, SaveVariant, Schema, Tier, Timing
+from lazysched.solver.judge import SIMULATED_STEPS
 from lazysched.solver.many import Answer, Request, answer_all
 from lazysched.solver.simulate import Timeline, simulate_plan
-from lazysched.solver.solve import SIMULATED_STEPS
 from lazysched.units import format_bytes
 
 MORE_BYTES = 10**9
