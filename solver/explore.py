@@ -17,8 +17,7 @@ from lazysched.solver.highs import NUM_THREADS
 from lazysched.solver.instance import Candidate, Instance
 from lazysched.solver.memory_rows import Budgets
 from lazysched.solver.milp import PlacementProgram
-from lazysched.solver.plans import Choices
-from lazysched.solver.recipes import Found
+from lazysched.solver.plans import Choices, Found
 from lazysched.solver.search import always, improve, simplified
 from lazysched.solver.stopwatch import Stopwatch
 from lazysched.solver.window_replay import ChoiceBatch, WindowReplay

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 
@@ -49,6 +49,7 @@ class Question:
         state_format: of the optimizer state.
         make_instance: the coefficients of a candidate with state in a format.
         seed: of HiGHS.
+        segments: lengths that segments may have.
     """
 
     profile: Profile
@@ -57,6 +58,7 @@ class Question:
     state_format: StateFormat
     make_instance: Callable[[Candidate, StateFormat], Instance]
     seed: int
+    segments: tuple[int, ...] = (1,)
 
     @cached_property
     def instances(self) -> list[Instance]:
@@ -70,11 +72,9 @@ class Question:
     def instances_of(self, micro_batch: int, accumulation: int) -> list[Instance]:
         """Those of one micro-batch and accumulation that leave a choice."""
         memory = host_memories(self.profile, self.budget_bytes["host"])[-1]
+        first = shallowest(Candidate(micro_batch, accumulation, host_memory=memory, segments=self.segments))
         found = [
-            self.make_instance(
-                shallowest(Candidate(micro_batch, accumulation, offload_limit_bytes=limit, host_memory=memory)),
-                self.state_format,
-            )
+            self.make_instance(replace(first, offload_limit_bytes=limit), self.state_format)
             for limit in offload_limits(self.profile, micro_batch)
         ]
         return [instance for instance in found if instance.has_options]

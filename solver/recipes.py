@@ -19,7 +19,7 @@ from lazysched.schemas import HostMemory, Plan, Tier
 from lazysched.solver.instance import Candidate, Instance
 from lazysched.solver.memory_rows import Budgets
 from lazysched.solver.options import SaveOption, Scope
-from lazysched.solver.plans import Choices
+from lazysched.solver.plans import Choices, Found
 from lazysched.solver.search import allowed_states, rank_s
 from lazysched.solver.simulate import Timeline
 from lazysched.solver.window_replay import GPU, RESIDENT, STREAMED, ChoiceBatch, Ints, WindowReplay
@@ -71,21 +71,12 @@ RULES = (
     Rule("everything streamed, segments of four blocks", "one", streams_all=True, segment=4),
     Rule("everything streamed, inputs anywhere", "least", ("gpu", "host", "nvme"), streams_all=True),
 )
-"""The last but one is MegaTrain's, the last LazyTrain's. Rules with segments are among those of plans that have them."""
+"""The last but one is MegaTrain's, the last LazyTrain's."""
 
 
 def rules_within(scope: Scope) -> list[Rule]:
     """Those of ``RULES`` whose plans are in ``scope``."""
     return [rule for rule in (rule.within(scope) for rule in RULES) if rule is not None]
-
-
-@dataclass(frozen=True)
-class Found:
-    """Choices for a candidate and what the window replay expects of them."""
-
-    candidate: Candidate
-    choices: Choices
-    step_s: float
 
 
 @dataclass(frozen=True)
