@@ -24,6 +24,7 @@ from lazysched.solver.explore import shallowest
 from lazysched.solver.highs import solve_problem
 from lazysched.solver.instance import GB, Candidate, Instance, host_memories, offload_limits
 from lazysched.solver.memory_rows import Budgets, add_memory_rows
+from lazysched.solver.options import Scope
 from lazysched.solver.plans import Choices, make_plan
 from lazysched.solver.simulate import peak_bytes, pinned_bytes
 
@@ -47,7 +48,8 @@ class Question:
         batch_size: rows of a step.
         budget_bytes: of each tier.
         state_format: of the optimizer state.
-        make_instance: the coefficients of a candidate with state in a format.
+        scope: where things may be.
+        make_instance: the coefficients of a candidate with state in a format and things in a scope.
         seed: of HiGHS.
     """
 
@@ -55,7 +57,8 @@ class Question:
     batch_size: int
     budget_bytes: Mapping[Tier, int]
     state_format: StateFormat
-    make_instance: Callable[[Candidate, StateFormat], Instance]
+    scope: Scope
+    make_instance: Callable[[Candidate, StateFormat, Scope], Instance]
     seed: int
 
     @cached_property
@@ -74,6 +77,7 @@ class Question:
             self.make_instance(
                 shallowest(Candidate(micro_batch, accumulation, offload_limit_bytes=limit, host_memory=memory)),
                 self.state_format,
+                self.scope,
             )
             for limit in offload_limits(self.profile, micro_batch)
         ]

@@ -389,8 +389,8 @@ class _Search:
         """The last resort: any plan that fits at all, or the explanation why there is none."""
         settings = self.settings
         question = infeasible.Question(
-            self.profile, settings.batch_size, settings.budget_bytes, settings.state_format, self._make_instance,
-            settings.seed,
+            self.profile, settings.batch_size, settings.budget_bytes, settings.state_format, settings.scope,
+            self._make_instance, settings.seed,
         )  # fmt: skip
         fitting = infeasible.fitting(question)
         if fitting is None:
@@ -435,13 +435,11 @@ class _Search:
 
     def _instance(self, candidate: Candidate) -> Instance:
         if candidate not in self.instances:
-            self.instances[candidate] = self._make_instance(candidate, self.settings.state_format)
+            self.instances[candidate] = self._make_instance(candidate, self.settings.state_format, self.settings.scope)
         return self.instances[candidate]
 
-    def _make_instance(self, candidate: Candidate, state_format: StateFormat) -> Instance:
-        return Instance(
-            self.profile, candidate, state_format, self.settings.update, self.settings.pins, self.settings.scope
-        )
+    def _make_instance(self, candidate: Candidate, state_format: StateFormat, scope: Scope) -> Instance:
+        return Instance(self.profile, candidate, state_format, self.settings.update, self.settings.pins, scope)
 
     def _budgets(self, instance: Instance) -> Budgets:
         budget, withheld = self.settings.budget_bytes, self.withheld_bytes

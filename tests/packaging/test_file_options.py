@@ -127,13 +127,13 @@ def test_batches_and_sweeps_know_files(capsys: pytest.CaptureFixture[str]) -> No
     tight = ["--host-memory", "48MB"]
     assert main([*SOLVE, "--batch-size", "auto", *tight, "--nvme", "1GB", "--not-executable"]) == 0
     assert "train refuses it" in words(capsys.readouterr().out)
-    sweep = ["--sweep", "nvme=0:6MB:3MB", "--nvme-dir", "disk", "--not-executable"]
+    sweep = ["--sweep", "nvme=0:12MB:6MB", "--nvme-dir", "disk", "--not-executable"]
     assert main([*SOLVE, "--batch-size", "1", *tight, *sweep]) == 0
     shown = words(capsys.readouterr().out)
     assert "nvme and time" in shown
     assert "train refuses it" in shown
     with Path("plan.csv").open(encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
-    assert [int(row["budget_bytes"]) for row in rows] == [0, 3 * 10**6, 6 * 10**6]
+    assert [int(row["budget_bytes"]) for row in rows] == [0, 6 * 10**6, 12 * 10**6]
     assert rows[0]["status"] == "infeasible"
-    assert 0 < int(rows[-1]["nvme_peak_bytes"]) <= 6 * 10**6
+    assert 0 < int(rows[-1]["nvme_peak_bytes"]) <= 12 * 10**6
