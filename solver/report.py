@@ -90,7 +90,7 @@ def _prediction_table(plan: Plan, timeline: Timeline, pin_limit_bytes: int | Non
 
 def _recipes_table(solution: Solution) -> Table:
     table = Table(title="Fixed recipes within the same budgets", title_justify="left")
-    tiers = [tier for tier, budget in solution.plan.budget_bytes.items() if budget]
+    tiers: list[Tier] = [tier for tier, budget in solution.plan.budget_bytes.items() if budget]
     peaks = [f"{tier} peak" for tier in tiers]
     for column in ("recipe", "micro-batch", "step", *peaks, "this plan is faster by"):
         table.add_column(column)

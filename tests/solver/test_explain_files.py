@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from rich.console import Console
 
+from lazysched.plan_page import plan_page
 from lazysched.schemas import Curve, Plan, Profile
 from lazysched.solver import memory_frame, simulate_plan, solve, what_if
 from lazysched.solver.compare import compare
@@ -161,6 +164,14 @@ def test_comparing_shows_files_on_one_side(plan: Plan) -> None:
         assert figures[name].a
     assert "nvme budget" in {difference.where for difference in found.settings}
     assert ("weights", "streamed from nvme") in {(difference.field, difference.a) for difference in found.stages}
+
+
+def test_the_page_shows_files(plan: Plan) -> None:
+    page = plan_page(plan)
+    # The step, three tiers, the decisions.
+    assert page.count("<svg") == 5
+    assert "Memory of the tier nvme" in page
+    assert re.search(r"compute waits for</th><td>[^<]*nvme_read", page)
 
 
 def test_frames_have_files(plan: Plan) -> None:

@@ -83,7 +83,7 @@ def exposed(times: dict[str, tuple[float, float]]) -> dict[str, float]:
     timed = timed_steps(FILES, before + here, in_line=False)
     assert timed is not None
     assert sum(timed.exposed_s.values()) == pytest.approx(timed.idle_s)
-    return dict(timed.exposed_s)
+    return {str(engine): seconds for engine, seconds in timed.exposed_s.items()}
 
 
 class TestFiles:
