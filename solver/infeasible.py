@@ -30,6 +30,8 @@ from lazysched.solver.simulate import peak_bytes, pinned_bytes
 
 TIERS: tuple[Tier, ...] = ("gpu", "host")
 _TIME_LIMIT_S = 2.0
+_FILES_TIME_LIMIT_S = 6.0
+"""With files there are many more ways, so many that HiGHS may find none at all by itself in time."""
 _GAP = 2e-3
 MARGIN_BYTES = 2000
 """Twice what HiGHS tolerates in a memory row (1e-6 GB): a plan that it calls fitting within the margin really fits."""
@@ -121,10 +123,15 @@ def fitting(question: Question) -> Closest | None:
     return nearest if nearest is not None and not question.over_bytes(nearest) else None
 
 
-def closest(question: Question, elastic: Sequence[Tier], at_most_gb: float = math.inf) -> Closest | None:
+def closest(
+    question: Question, elastic: Sequence[Tier], at_most_gb: float = math.inf, start: Closest | None = None
+) -> Closest | None:
     """The choices that need least more of the ``elastic`` tiers, which are all that may be exceeded.
 
-    None where no choices keep the others, or where all need more than ``at_most_gb``.
+    Of files, which are plenty, little more than the least is good enough.
+
+    Returns:
+        None where no choices keep the others, or where all need more than ``at_most_gb``.
     """
     ranked: list[tuple[float, int]] = []
     for index, instance in enumerate(question.instances):
@@ -134,14 +141,19 @@ def closest(question: Question, elastic: Sequence[Tier], at_most_gb: float = mat
     best: Closest | None = None
     for bound_gb, index in sorted(ranked)[:_NUM_SOLVED]:
         limit_gb = at_most_gb if best is None else best.missing_gb * (1 - _GAP)
-        if best is not None and bound_gb >= limit_gb:
+        if best is not None and (bound_gb >= limit_gb or "nvme" in elastic):
             break
-        best = _solved(question.instances[index], question, elastic, limit_gb) or best
+        instance = question.instances[index]
+        here = start is not None and start.instance.candidate == instance.candidate
+        choices = start.choices if start is not None and here else None
+        best = _solved(instance, question, elastic, limit_gb, choices) or best
     return best
 
 
-def _solved(instance: Instance, question: Question, elastic: Sequence[Tier], limit_gb: float) -> Closest | None:
-    """The closest choices of one candidate if they miss less than ``limit_gb``."""
+def _solved(
+    instance: Instance, question: Question, elastic: Sequence[Tier], limit_gb: float, start: Choices | None
+) -> Closest | None:
+    """The closest choices of one candidate if they miss less than ``limit_gb``; with files, sought from ``start``."""
     problem = pulp.LpProblem("elastic", pulp.LpMinimize)
     decisions = Decisions(problem, instance)
     slack: dict[str, pulp.LpVariable] = {tier: problem.add_variable(f"slack_{tier}", 0) for tier in elastic}
@@ -150,10 +162,28 @@ def _solved(instance: Instance, question: Question, elastic: Sequence[Tier], lim
     problem += pulp.lpSum(slack.values())
     if limit_gb < math.inf:
         problem += pulp.lpSum(slack.values()) <= limit_gb
-    outcome = solve_problem(problem, gap=_GAP, time_limit_s=_TIME_LIMIT_S, seed=question.seed)
+    values = decisions.start_values(start or _least_memory(instance)) if "nvme" in elastic else None
+    time_limit_s = _FILES_TIME_LIMIT_S if instance.uses_files else _TIME_LIMIT_S
+    outcome = solve_problem(problem, gap=_GAP, time_limit_s=time_limit_s, seed=question.seed, start_values=values)
     if not outcome.has_solution:
         return None
     return Closest(instance, decisions.choices(), max(0.0, outcome.objective))
+
+
+def _least_memory(instance: Instance) -> Choices:
+    """What takes least of GPU and host together, each stage by itself: in files all that can be there."""
+    ends = instance.vocabulary_options
+    return Choices(
+        states=tuple(
+            min(states, key=lambda s, c=costs: c.on_gpu_gb(s) + c.on_host_gb(s))
+            for costs, states in zip(instance.blocks, instance.states, strict=True)
+        ),
+        saves=tuple(
+            min(range(len(options)), key=lambda o, all_=options: (all_[o].kept_gb + all_[o].host_gb, all_[o].nvme_gb))
+            for options in instance.saves
+        ),
+        vocabulary=min(range(len(ends)), key=lambda k: ends[k].gpu_gb + ends[k].host_gb),
+    )
 
 
 def _order_equal_blocks(problem: pulp.LpProblem, instance: Instance, decisions: Decisions) -> None:

@@ -14,7 +14,7 @@ from lazysched.errors import InfeasibleError, MoreMemory, Remedy, SmallerBatch, 
 from lazysched.schemas import Tier
 from lazysched.solver.batches import max_accumulation
 from lazysched.solver.bounds import least_missing_gb
-from lazysched.solver.infeasible import MARGIN_BYTES, TIERS, Question, closest, fitting
+from lazysched.solver.infeasible import MARGIN_BYTES, TIERS, Closest, Question, closest, fitting
 from lazysched.solver.input_checks import check_file_links
 from lazysched.solver.instance import check_profile, host_memories, usable_micro_batches
 from lazysched.solver.options import EVERYTHING, EXECUTABLE
@@ -75,11 +75,12 @@ def described(remedy: Remedy, question: Question) -> str:
 def _more_memory(question: Question, tiers: Sequence[Tier]) -> MoreMemory | None:
     """The least growth of ``tiers`` with which a plan fits, rounded up to what is printed."""
     more: dict[Tier, int] = dict.fromkeys(FLAGS, 0)
+    nearest: Closest | None = None
     for _ in range(MAX_GROWTHS):
         grown = replace(
             question, budget_bytes={tier: size + more.get(tier, 0) for tier, size in question.budget_bytes.items()}
         )
-        nearest = closest(grown, tiers)
+        nearest = closest(grown, tiers, start=nearest)
         if nearest is None:
             return None
         over = grown.over_bytes(nearest)
