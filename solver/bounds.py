@@ -41,8 +41,9 @@ def least_missing_gb(instance: Instance, budgets: Budgets, elastic: Sequence[Tie
     slack: dict[str, pulp.LpVariable] = {tier: problem.add_variable(f"slack_{tier}", 0) for tier in elastic}
     problem += pulp.lpSum(slack.values())
     grown = Budgets(
-        budgets.gpu_gb + slack.get("gpu", 0), budgets.host_gb + slack.get("host", 0), budgets.moved_gb, budgets.nvme_gb
-    )
+        budgets.gpu_gb + slack.get("gpu", 0), budgets.host_gb + slack.get("host", 0), budgets.moved_gb,
+        budgets.nvme_gb + slack.get("nvme", 0),
+    )  # fmt: skip
     _add_memory(problem, instance, _Counts(problem, instance), grown)
     return solve_problem(problem, gap=0.0, time_limit_s=5.0, seed=0, relaxed=True).bound
 

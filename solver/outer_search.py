@@ -237,7 +237,7 @@ class Search:
         settings = self.settings
         question = infeasible.Question(
             settings.profile, settings.batch_size, settings.budget_bytes, settings.state_format,
-            self.space.make_instance, settings.seed, settings.scope.segments,
+            settings.scope, self.space.make_instance, settings.seed,
         )  # fmt: skip
         fitting = infeasible.fitting(question)
         if fitting is None:

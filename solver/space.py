@@ -66,7 +66,7 @@ class Space:
     def instance(self, candidate: Candidate) -> Instance:
         """The coefficients of a candidate, made once."""
         if candidate not in self._instances:
-            self._instances[candidate] = self.make_instance(candidate, self.settings.state_format)
+            self._instances[candidate] = self.make_instance(candidate, self.settings.state_format, self.settings.scope)
         return self._instances[candidate]
 
     def transferred(self, found: Found) -> Found | None:
@@ -79,10 +79,10 @@ class Space:
         saves = tuple(options.index(option) for option, options in zip(chosen, ours, strict=True))
         return replace(found, candidate=candidate, choices=replace(found.choices, saves=saves))
 
-    def make_instance(self, candidate: Candidate, state_format: StateFormat) -> Instance:
-        """The coefficients of a candidate with optimizer state in any format."""
+    def make_instance(self, candidate: Candidate, state_format: StateFormat, scope: Scope) -> Instance:
+        """The coefficients of a candidate with optimizer state in any format and things anywhere in ``scope``."""
         settings = self.settings
-        return Instance(settings.profile, candidate, state_format, settings.update, settings.pins, settings.scope)
+        return Instance(settings.profile, candidate, state_format, settings.update, settings.pins, scope)
 
     def budgets(self, instance: Instance) -> Budgets:
         """What the buffers of an instance may fill."""

@@ -37,7 +37,7 @@ class TestParsing:
             ("gpu-memory", "is no sweep; write for example"),
             ("gpu-memory=8GB:80GB", "is no sweep"),
             ("gpu-memory=8GB:80GB:8GB:1GB", "is no sweep"),
-            ("disk=8GB:80GB:8GB", "'disk' cannot be swept; use gpu-memory or host-memory"),
+            ("disk=8GB:80GB:8GB", "'disk' cannot be swept; use one of gpu-memory, host-memory, nvme"),
             ("gpu-memory=8GB:80GB:0", "a step of 0"),
             ("gpu-memory=8GB:80GB:-8GB", "'-8GB' is not a size"),
             ("gpu-memory=8:80GB:8GB", "'8' is not a size"),
