@@ -24,7 +24,7 @@ from lazysched.solver.explore import shallowest
 from lazysched.solver.highs import solve_problem
 from lazysched.solver.instance import GB, Candidate, Instance, host_memories, offload_limits
 from lazysched.solver.memory_rows import Budgets, add_memory_rows
-from lazysched.solver.options import Scope
+from lazysched.solver.options import SaveOption, Scope, StageCosts, StateChoice
 from lazysched.solver.plans import Choices, make_plan
 from lazysched.solver.simulate import peak_bytes, pinned_bytes
 
@@ -171,16 +171,18 @@ def _least_memory(instance: Instance) -> Choices:
     """What takes least of GPU and host together, each stage by itself: in files all that can be there."""
     ends = instance.vocabulary_options
     return Choices(
-        states=tuple(
-            min(states, key=lambda s, c=costs: c.on_gpu_gb(s) + c.on_host_gb(s))
-            for costs, states in zip(instance.blocks, instance.states, strict=True)
-        ),
-        saves=tuple(
-            min(range(len(options)), key=lambda o, all_=options: (all_[o].kept_gb + all_[o].host_gb, all_[o].nvme_gb))
-            for options in instance.saves
-        ),
+        states=tuple(map(_least_state, instance.blocks, instance.states)),
+        saves=tuple(map(_least_option, instance.mean_saves)),  # in all blocks of a segment the same
         vocabulary=min(range(len(ends)), key=lambda k: ends[k].gpu_gb + ends[k].host_gb),
     )
+
+
+def _least_state(costs: StageCosts, states: Sequence[StateChoice]) -> StateChoice:
+    return min(states, key=lambda state: costs.on_gpu_gb(state) + costs.on_host_gb(state))
+
+
+def _least_option(options: Sequence[SaveOption]) -> int:
+    return min(range(len(options)), key=lambda o: (options[o].kept_gb + options[o].host_gb, options[o].nvme_gb))
 
 
 def _order_equal_blocks(problem: pulp.LpProblem, instance: Instance, decisions: Decisions) -> None:
