@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
+from lazysched.solver.workers import usable_cores
 from tests.solver.checkpointing import (
     Chain,
     checkpoint_profile,
@@ -25,7 +26,7 @@ from tests.solver.checkpointing import (
 from tests.solver.random_instances import Scenario, broken_promises
 from tests.solver.synthetic import SHAPE_3B
 
-NUM_PROCESSES = 2
+NUM_PROCESSES = usable_cores()
 TIME_LIMIT_S, GAP = 0.1, 0.01
 """Of one random instance: promises must hold wherever the search stops."""
 SETS = {"two options": ("all", "input"), "all variants": ("all", "half", "tenth", "input")}
