@@ -3,7 +3,8 @@
 from lazysched.solver.plan_frame import equal_runs, plan_frame
 from lazysched.solver.report import print_solution
 from lazysched.solver.simulate import Timeline, simulate, simulate_plan
-from lazysched.solver.solve import Solution, Tried, solve
+from lazysched.solver.solution import Solution, Tried
+from lazysched.solver.solve import solve
 from lazysched.solver.steady_step import memory_frame, steady_frame
 from lazysched.timeline import Interval
 

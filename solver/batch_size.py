@@ -9,7 +9,8 @@ from typing import Any
 from lazysched.errors import InfeasibleError, TimeLimitError
 from lazysched.schemas import Profile
 from lazysched.solver.instance import usable_micro_batches
-from lazysched.solver.solve import Solution, solve
+from lazysched.solver.solution import Solution
+from lazysched.solver.solve import solve
 
 MIN_GAIN = 0.01
 """Share of the throughput that doubling the batch has to add to be worth another doubling."""

@@ -61,7 +61,7 @@ class _Counts:
 
     def __init__(self, problem: pulp.LpProblem, instance: Instance) -> None:
         self.instance = instance
-        blocks = list(zip(instance.blocks, instance.saves, instance.states, strict=True))
+        blocks = list(zip(instance.blocks, instance.mean_saves, instance.states, strict=True))
         keys = [(id(costs), id(options), choices) for costs, options, choices in blocks]
         self.groups = []
         for g, (key, (costs, options, choices)) in enumerate(dict(zip(keys, blocks, strict=True)).items()):
@@ -166,7 +166,7 @@ def _add_memory(problem: pulp.LpProblem, instance: Instance, counts: _Counts, bu
         for v, option in zip(counts.v, instance.vocabulary_options, strict=True)
     )
     working_gb = max(
-        min(option.working_gb for option in instance.saves[-1]),
+        min(option.working_gb for option in instance.saves[-1]),  # of a segment, what it remakes is not counted
         instance.head_variant.working_backward_bytes / 1e9,
     )
     kept = counts.save(lambda o: m * o.kept_gb)

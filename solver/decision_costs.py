@@ -22,8 +22,8 @@ from lazysched.schemas import (
     Update,
     variant_key,
 )
+from lazysched.solver.judge import SIMULATED_STEPS
 from lazysched.solver.simulate import Timeline, simulate_plan
-from lazysched.solver.solve import SIMULATED_STEPS
 from lazysched.solver.what_if import over_budget
 
 ROUNDING = 1e-9

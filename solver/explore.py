@@ -10,16 +10,16 @@ from __future__ import annotations
 import itertools
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from lazysched.solver.highs import NUM_THREADS
 from lazysched.solver.instance import Candidate, Instance
 from lazysched.solver.memory_rows import Budgets
 from lazysched.solver.milp import PlacementProgram
-from lazysched.solver.plans import Choices
-from lazysched.solver.recipes import Found
-from lazysched.solver.search import improve, simplified
+from lazysched.solver.plans import Choices, Found
+from lazysched.solver.search import always, improve, simplified
+from lazysched.solver.stopwatch import Stopwatch
 from lazysched.solver.window_replay import ChoiceBatch, WindowReplay
 from lazysched.solver.workers import each_in_processes, in_worker
 
@@ -63,38 +63,53 @@ class Explored:
 
 
 def explore_all(tasks: Sequence[Task]) -> list[Explored]:
-    """Explore ``tasks``, in processes of their own where there are cores and it is worth it."""
+    """Explore ``tasks``, in processes of their own where there are cores and it is worth it.
+
+    One after the other, those that come when their time is up are left out.
+    """
     num_workers = min(len(tasks), (os.cpu_count() or 1) // NUM_THREADS)
     num_blocks = sum(task.instance.num_blocks for task in tasks)
     if num_workers < 2 or num_blocks < PARALLEL_BLOCKS or in_worker():
-        return [explore(task) for task in tasks]
+        return list(_in_turn(tasks))
     explored = dict(each_in_processes(explore, tasks, num_workers))
     return [explored[index] for index in range(len(tasks))]
 
 
+def _in_turn(tasks: Sequence[Task]) -> Iterable[Explored]:
+    watch = Stopwatch(math.inf)
+    for task in tasks:
+        left_s = task.time_limit_s - watch.elapsed_s
+        if left_s <= 0:
+            break
+        yield explore(replace(task, time_limit_s=left_s))
+
+
 def explore(task: Task) -> Explored:
     """Bound a combination and, if the bound leaves room, look for a plan."""
+    watch = Stopwatch(task.time_limit_s)
     instance, enough_s = task.instance, task.incumbent_s * (1 - task.gap)
     bound_s = loosest_program(instance, task.budgets).lower_bound_s(task.time_limit_s)
-    if bound_s >= enough_s:
+    if bound_s >= enough_s or not watch.has_time():
         return Explored(instance.candidate, bound_s, None)
     program = PlacementProgram(instance, task.budgets)
-    relaxed_s = program.lower_bound_s(task.time_limit_s)
+    relaxed_s = program.lower_bound_s(watch.remaining_s)
     if enough_s <= relaxed_s < math.inf:
         return Explored(instance.candidate, bound_s, None)
     start = program.rounded()
-    found = polished(instance, task.budgets, start, task.seed)
+    found = polished(instance, task.budgets, start, task.seed, watch.has_time)
     if found is None:  # with fewer slots there may be room
-        found = polished(instance.at(shallowest(instance.candidate)), task.budgets, start, task.seed)
+        found = polished(instance.at(shallowest(instance.candidate)), task.budgets, start, task.seed, watch.has_time)
     return Explored(instance.candidate, bound_s, found)
 
 
-def polished(instance: Instance, budgets: Budgets, start: Choices, seed: int) -> Found | None:
-    """The best plan that descent from ``start`` finds, if it fits."""
+def polished(
+    instance: Instance, budgets: Budgets, start: Choices, seed: int, has_time: Callable[[], bool] = always
+) -> Found | None:
+    """The best plan that descent from ``start`` finds while ``has_time``, if it fits."""
     replay = WindowReplay(instance)
-    choices = improve(replay, budgets, start, seed=seed, max_rounds=MAX_ROUNDS)
+    choices = improve(replay, budgets, start, seed=seed, max_rounds=MAX_ROUNDS, has_time=has_time)
     if replay.fits(ChoiceBatch.of([choices]), budgets)[0]:
-        choices = simplified(replay, budgets, choices)
+        choices = simplified(replay, budgets, choices, has_time)
     evaluation = replay.evaluate(ChoiceBatch.of([choices]))
     if not evaluation.fits(budgets)[0]:
         return None

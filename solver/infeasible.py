@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from itertools import pairwise
 
 import pulp
@@ -24,7 +24,7 @@ from lazysched.solver.explore import shallowest
 from lazysched.solver.highs import solve_problem
 from lazysched.solver.instance import GB, Candidate, Instance, host_memories, offload_limits
 from lazysched.solver.memory_rows import Budgets, add_memory_rows
-from lazysched.solver.options import Scope
+from lazysched.solver.options import SaveOption, Scope, StageCosts, StateChoice
 from lazysched.solver.plans import Choices, make_plan
 from lazysched.solver.simulate import peak_bytes, pinned_bytes
 
@@ -75,12 +75,9 @@ class Question:
     def instances_of(self, micro_batch: int, accumulation: int) -> list[Instance]:
         """Those of one micro-batch and accumulation that leave a choice."""
         memory = host_memories(self.profile, self.budget_bytes["host"])[-1]
+        first = shallowest(Candidate(micro_batch, accumulation, host_memory=memory, segments=self.scope.segments))
         found = [
-            self.make_instance(
-                shallowest(Candidate(micro_batch, accumulation, offload_limit_bytes=limit, host_memory=memory)),
-                self.state_format,
-                self.scope,
-            )
+            self.make_instance(replace(first, offload_limit_bytes=limit), self.state_format, self.scope)
             for limit in offload_limits(self.profile, micro_batch)
         ]
         return [instance for instance in found if instance.has_options]
@@ -172,26 +169,31 @@ def _solved(
 
 def _least_memory(instance: Instance) -> Choices:
     """What takes least of GPU and host together, each stage by itself: in files all that can be there."""
-    ends = instance.vocabulary_options
+    blocks = zip(instance.blocks, instance.states, strict=True)
+    ends = [option.gpu_gb + option.host_gb for option in instance.vocabulary_options]
     return Choices(
-        states=tuple(
-            min(states, key=lambda s, c=costs: c.on_gpu_gb(s) + c.on_host_gb(s))
-            for costs, states in zip(instance.blocks, instance.states, strict=True)
-        ),
-        saves=tuple(
-            min(range(len(options)), key=lambda o, all_=options: (all_[o].kept_gb + all_[o].host_gb, all_[o].nvme_gb))
-            for options in instance.saves
-        ),
-        vocabulary=min(range(len(ends)), key=lambda k: ends[k].gpu_gb + ends[k].host_gb),
+        states=tuple(min(states, key=partial(_state_need_gb, costs)) for costs, states in blocks),
+        saves=tuple(min(range(len(own)), key=[_save_need(o) for o in own].__getitem__) for own in instance.saves),
+        vocabulary=min(range(len(ends)), key=ends.__getitem__),
     )
+
+
+def _state_need_gb(costs: StageCosts, choice: StateChoice) -> float:
+    return costs.on_gpu_gb(choice) + costs.on_host_gb(choice)
+
+
+def _save_need(option: SaveOption) -> tuple[float, ...]:
+    return option.segment, option.kept_gb + option.host_gb, option.nvme_gb
 
 
 def _order_equal_blocks(problem: pulp.LpProblem, instance: Instance, decisions: Decisions) -> None:
     """Of the many ways to give equal blocks the same choices leave one, or HiGHS would try them all.
 
     Memory does not ask which block has which state; what a block's window holds beside what is kept is best large while
-    little is kept, in early blocks.
+    little is kept, in early blocks. What segments share cannot be moved block by block: there all ways are left.
     """
+    if instance.has_segments:
+        return
     groups: dict[tuple[int, ...], list[int]] = defaultdict(list)
     for i, alike in enumerate(zip(instance.blocks, instance.saves, instance.states, strict=True)):
         groups[tuple(map(id, alike))].append(i)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
-
-import pandas as pd
+from typing import TYPE_CHECKING
 
 from lazysched.lower import lower
 from lazysched.optimizer_state import state_bytes
 from lazysched.schemas import BYTES_PER_ELEMENT, Plan, Profile, Stage, Tier, variant_key
 from lazysched.solver.simulate import simulate_plan
 from lazysched.timeline import LINK_ENGINES, intervals_by_step
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 TIERS: tuple[Tier, ...] = ("gpu", "host", "nvme")
 
@@ -37,6 +39,8 @@ def plan_frame(plan: Plan, profile: Profile | None = None) -> pd.DataFrame:
     Raises:
         UsageError: the profile is of another model or lacks a figure, or the plan cannot be lowered.
     """
+    import pandas as pd  # takes longer than a small plan to solve, which needs none of it
+
     decisions = pd.DataFrame.from_dict(
         {
             stage_id: {

@@ -11,7 +11,7 @@ from rich.table import Table
 from lazysched.schemas import Plan, Profile, StagePlan, Tier
 from lazysched.solver.recipes import Recipe
 from lazysched.solver.simulate import Timeline
-from lazysched.solver.solve import Solution
+from lazysched.solver.solution import Solution
 from lazysched.units import format_bytes, format_seconds
 
 

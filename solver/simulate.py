@@ -17,8 +17,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
-
-import pandas as pd
+from typing import TYPE_CHECKING
 
 from lazysched.errors import UsageError
 from lazysched.layout import mapping_bytes
@@ -26,6 +25,9 @@ from lazysched.lower import lower
 from lazysched.schemas import Curve, Engine, Op, Plan, Prediction, Profile, Program, Rate, SaveVariant, Tier
 from lazysched.solver.replay import replay, replay_in_line
 from lazysched.timeline import Interval, both_ways, compute_end_s, exposed_of_step, intervals_by_step, moved_bytes
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,8 @@ class Timeline:
 
     def to_frame(self) -> pd.DataFrame:
         """One row per operation and step: ``op engine start_s end_s step``, as a Gantt chart wants them."""
+        import pandas as pd
+
         return pd.DataFrame(self.intervals, columns=list(Interval._fields))
 
     def prediction(self) -> Prediction:

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-
-import pandas as pd
+from typing import TYPE_CHECKING
 
 from lazysched.errors import UsageError
 from lazysched.layout import mapping_bytes
@@ -17,6 +16,9 @@ from lazysched.lower import lower
 from lazysched.schemas import Plan, Profile, Program
 from lazysched.solver.simulate import Timeline
 from lazysched.timeline import Interval, compute_end_s, intervals_by_step
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 NS_PER_S = 10**9
 """Moments are rounded to nanoseconds: the same one, reckoned from two steps, differs in its last bits."""
@@ -66,6 +68,8 @@ def steady_frame(intervals: Iterable[Interval]) -> pd.DataFrame:
     Raises:
         UsageError: there are fewer than two steps.
     """
+    import pandas as pd
+
     picture = _Picture(intervals)
     rows = [
         (interval.op, interval.engine, start_ns / NS_PER_S, end_ns / NS_PER_S)
@@ -147,6 +151,8 @@ def _lifetimes(program: Program) -> Iterator[tuple[str, str, int, str, str]]:
 
 def _accumulated(events: Sequence[tuple[str, str, int, int]], step_ns: int) -> pd.DataFrame:
     """Running sums of (tier, kind, moment, change in bytes)."""
+    import pandas as pd
+
     table = pd.DataFrame(events, columns=["tier", "kind", "time_ns", "num_bytes"])
     changes = table.pivot_table(
         index="time_ns", columns=["tier", "kind"], values="num_bytes", aggfunc="sum", fill_value=0

@@ -19,7 +19,7 @@ from tests.packaging.test_cli import refused
 from tests.solver.synthetic import tiny_profile
 from tests.solver.test_file_plans import FAST, with_files
 
-SOLVE = ["solve", "profile.json", "--gpu-memory", "45MB", "-o", "plan.json", "--time-limit", "5"]
+SOLVE = ["solve", "profile.json", "--gpu-memory", "40MB", "-o", "plan.json", "--time-limit", "5"]
 TIGHT = ["--batch-size", "1", "--host-memory", "48MB"]
 ROOMY = ["--batch-size", "1", "--host-memory", "1GB"]
 

@@ -20,8 +20,7 @@ DRIVER = """
 import os, signal, sys, threading
 import lazysched.solver
 from lazysched.cli import main
-from lazysched.solver import explore, highs, milp, recipes, remedies
-search = sys.modules["lazysched.solver.solve"]
+from lazysched.solver import explore, highs, milp, outer_search, recipes, remedies
 ctrl_c = lambda: os.kill(os.getpid(), signal.SIGINT)
 
 def press_in(owner, name, calls_before=0, delay_s=0.0):
@@ -39,14 +38,14 @@ print("ready", flush=True)
 sys.exit(main(sys.argv[1:]))
 """
 BEFORE_ANY_PLAN = 'press_in(recipes, "best_of_rule")'
-AFTER_THE_RECIPES = 'press_in(search, "count_bound_s")'
-WHILE_DESCENDING = 'press_in(search, "explore_all")'
+AFTER_THE_RECIPES = 'press_in(outer_search, "count_bound_s")'
+WHILE_DESCENDING = 'press_in(outer_search, "explore_all")'
 BEFORE_A_PROGRAM = 'press_in(highs._WarmHighs, "callSolver", calls_before=12)'
 AMID_THE_PROOF = 'press_in(milp.PlacementProgram, "solve", delay_s=0.1)'
 OTHER_PROCESSES = "os.cpu_count = lambda: 8; explore.PARALLEL_BLOCKS = 1"
-AMID_OTHER_PROCESSES = 'press_in(search, "explore_all", delay_s=2.0)'
+AMID_OTHER_PROCESSES = 'press_in(outer_search, "explore_all", delay_s=2.0)'
 WHILE_EXPLAINING = 'press_in(remedies, "remedies")'
-AGAIN = 'press_in(search._Search, "_incumbent")'
+AGAIN = 'press_in(outer_search.Search, "_incumbent")'
 
 
 @dataclass(frozen=True)

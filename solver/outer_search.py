@@ -1,0 +1,311 @@
+"""The outer search: micro-batch, the size that a block may send to the host, prefetch depth, D2H lag, host memory.
+
+These are searched outside the integer program:
+
+1. every combination of the first two gets a quick lower bound (``bounds``); recipes give the first incumbent;
+2. combinations whose bound leaves room are explored, with one depth and lag (``explore``);
+3. the best plan is tried with every other depth and lag;
+4. the program of the best plan is solved from that plan;
+5. the lowest bound is raised, by relaxing and at last solving the program of that combination, depth and lag, until
+   none can beat the best plan by more than the gap, or time is up;
+6. the finalists are lowered and simulated; the fastest that keeps its budgets in the simulation is the plan.
+
+When time is up, what is left of the first five is skipped; a plan and a bound, or the reason why there is no plan, are
+always found.
+Whether host memory is page-locked is a further part of a combination where that is limited.
+"""
+
+from __future__ import annotations
+
+import math
+from importlib.metadata import version
+
+from lazysched.errors import UsageError
+from lazysched.schemas import SolverReport
+from lazysched.solver import infeasible, recipes, remedies
+from lazysched.solver.bounds import count_bound_s
+from lazysched.solver.explore import PREFETCH_DEPTHS, Task, explore_all, polished, shallowest, variations
+from lazysched.solver.instance import Candidate
+from lazysched.solver.interrupts import INTERRUPTS
+from lazysched.solver.judge import Judge, Judged
+from lazysched.solver.milp import PlacementProgram
+from lazysched.solver.plans import Choices, Found
+from lazysched.solver.recipes import Recipe
+from lazysched.solver.solution import Solution, Tried
+from lazysched.solver.space import Settings, Space
+from lazysched.solver.stopwatch import Stopwatch
+from lazysched.solver.window_replay import ChoiceBatch, WindowReplay
+
+ROUND = 4
+"""Combinations that are explored against the same incumbent, so that the number of cores changes no plan."""
+NUM_FINALISTS = 4
+"""Plans that are simulated at most."""
+MAX_TIGHTENINGS = 3
+"""How often budgets are tightened when the simulation disagrees with the memory rows."""
+RECIPES_SHARE = 0.5
+"""Of the time limit, after which no further recipe is tried if one has a plan."""
+MIN_PROOF_S, PROOF_SHARE = 2.0, 0.5
+"""Time for the proof: at least the first, otherwise this share of what the search before it took."""
+
+
+class Search:
+    """The search for one call of ``solve``; see the module's docstring for its parts."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings, self.watch = settings, Stopwatch(settings.time_limit_s)
+        self.space = Space(settings)
+        self.judge = Judge(self.space)
+        self.found: dict[Candidate, Found] = {}
+        self.bounds: dict[Candidate, float] = {}
+        self.compared: list[tuple[str, Found | None]] = []
+
+    def run(self) -> Solution:
+        """All parts; the best plan so far when Ctrl-C ends them early."""
+        try:
+            with INTERRUPTS.handled():
+                return self._search()
+        except KeyboardInterrupt:
+            solution = self._incumbent()
+            if solution is None:
+                raise
+            return solution
+
+    def _search(self) -> Solution:
+        """Tightens the budgets when the simulation of the winner exceeds them."""
+        for _ in range(MAX_TIGHTENINGS + 1):
+            self._recipes()
+            self._bound_all()
+            self._explore()
+            self._vary()
+            if not self.found:
+                self._first_that_fits()
+            self._solve_best()
+            self._prove()
+            winner = self._winner()
+            if winner is not None:
+                return self._solution(winner)
+            self.found.clear()
+        raise AssertionError("memory rows and simulation disagree beyond tightening")
+
+    def _incumbent(self) -> Solution | None:
+        """What an interrupted search has found."""
+        winner = self._winner()
+        if winner is None:
+            return None
+        self._bound_the_rest()
+        return self._solution(winner, interrupted=True)
+
+    # ---- parts
+
+    def _recipes(self) -> None:
+        """Those that the time does not suffice for are left out of the comparison."""
+        self.compared = []
+        num_blocks = len(self.settings.profile.stages) - 2
+        for rule in recipes.rules_within(self.settings.scope):
+            if not self._tries_recipe(None):
+                break
+            candidates = recipes.candidates_of_rule(
+                rule,
+                self.space.accumulations,
+                self.space.limits,
+                self.settings.host_memories,
+                PREFETCH_DEPTHS,
+                num_blocks,
+            )
+            instances = [instance for instance in map(self.space.instance, candidates) if instance.has_options]
+            found = recipes.best_of_rule(rule, instances, self.space.budgets, self._tries_recipe)
+            if found is not None or self._tries_recipe(None):
+                self.compared.append((rule.name, found))
+            own = found and self.space.transferred(found)
+            if own is not None:
+                self._keep(own)
+
+    def _tries_recipe(self, best: Found | None) -> bool:
+        """Whether to go on, where a rule has found ``best`` so far."""
+        in_time = self.watch.elapsed_s < RECIPES_SHARE * self.settings.time_limit_s
+        return in_time or (best is None and not self.found)
+
+    def _bound_all(self) -> None:
+        """Quick bounds of all combinations, which hold for every prefetch depth and D2H lag."""
+        self.bounds.clear()
+        for first in self.space.combinations():
+            if self.bounds and not self.watch.has_time():
+                break
+            instance = self.space.instance(shallowest(first))
+            self.bounds[first] = count_bound_s(instance, self.space.budgets(instance), max(PREFETCH_DEPTHS))
+        self._bound_the_rest()
+        if not self.bounds:
+            fixed = ", ".join(pin.text for pin in self.settings.pins)
+            raise UsageError(
+                f"pin: {fixed}: no stage can be all that; a variant's name is in the profile, tiers differ"
+            )
+
+    def _bound_the_rest(self) -> None:
+        """Combinations that the search did not come to get the bound of their compute."""
+        for candidate in self.space.combinations():
+            self.bounds.setdefault(candidate, self.space.instance(candidate).compute_bound_s)
+
+    def _explore(self) -> None:
+        """Look for plans of the combinations, the most promising first, as long as their bounds leave room."""
+        waiting = sorted(self.bounds, key=lambda candidate: self.bounds[candidate])
+        while self.watch.has_time():
+            chosen = [candidate for candidate in waiting if self._may_improve(candidate)][:ROUND]
+            if not chosen:
+                break
+            waiting = [candidate for candidate in waiting if candidate not in chosen]
+            for explored in explore_all([self._task(candidate) for candidate in chosen]):
+                self._raise_bound(explored.candidate, explored.bound_s)
+                if explored.found is not None:
+                    self._keep(explored.found)
+
+    def _task(self, candidate: Candidate) -> Task:
+        settings, instance = self.settings, self.space.instance(candidate)
+        budgets = self.space.budgets(instance)
+        return Task(instance, budgets, self._best_s(), settings.gap, self.watch.remaining_s, settings.seed)
+
+    def _vary(self) -> None:
+        """Try the best plans of each kind of host memory with every other prefetch depth and D2H lag."""
+        for memory in self.settings.host_memories:
+            found = [f for f in self.found.values() if f.candidate.host_memory == memory]
+            if not found:
+                continue
+            best = min(found, key=lambda f: f.step_s)
+            for candidate in variations(best.candidate):
+                if self.watch.has_time():
+                    self._improve(candidate, best.choices)
+
+    def _solve_best(self) -> None:
+        """Solve the mixed-integer program of the best plan's combination, depth and lag, from that plan.
+
+        From here on every depth and lag has a bound of its own.
+        """
+        for candidate, bound_s in list(self.bounds.items()):
+            self.bounds |= dict.fromkeys(variations(candidate), bound_s)
+        best = min(self.found.values(), key=_step_s)
+        if self.watch.has_time() and self._may_improve(best.candidate):
+            self._solve_program(best.candidate, self._program(best.candidate), self._share_s())
+
+    def _share_s(self) -> float:
+        """Time for one part of the proof."""
+        return min(max(MIN_PROOF_S, PROOF_SHARE * self.watch.elapsed_s), self.watch.remaining_s)
+
+    def _improve(self, candidate: Candidate, start: Choices) -> None:
+        instance = self.space.instance(candidate)
+        found = polished(instance, self.space.budgets(instance), start, self.settings.seed, self.watch.has_time)
+        if found is not None:
+            self._keep(found)
+
+    def _prove(self) -> None:
+        """Raise the lowest bound, again and again, until it proves the incumbent good enough or time is up."""
+        until_s = self.watch.elapsed_s + self._share_s()
+        programs: dict[Candidate, PlacementProgram] = {}
+        solved: set[Candidate] = set()
+        while self.watch.elapsed_s < until_s:
+            open_ = [c for c in self.bounds if self._may_improve(c) and c not in solved]
+            if not open_:
+                break
+            candidate = min(open_, key=lambda c: self.bounds[c])
+            if candidate in programs:
+                self._solve_program(candidate, programs[candidate], (until_s - self.watch.elapsed_s) / 2)
+                solved.add(candidate)
+            else:
+                programs[candidate] = self._program(candidate)
+                self._raise_bound(candidate, programs[candidate].lower_bound_s(self.watch.remaining_s))
+
+    def _program(self, candidate: Candidate) -> PlacementProgram:
+        instance = self.space.instance(candidate)
+        return PlacementProgram(instance, self.space.budgets(instance))
+
+    def _solve_program(self, candidate: Candidate, program: PlacementProgram, time_limit_s: float) -> None:
+        """Solve a combination's program from its best plan; descent goes on from what is found."""
+        own = self.found.get(candidate)
+        outcome = program.solve(
+            gap=self.settings.gap,
+            time_limit_s=time_limit_s,
+            seed=self.settings.seed,
+            start=own.choices if own else None,
+        )
+        self._raise_bound(candidate, outcome.bound)
+        if outcome.has_solution:
+            self._improve(candidate, program.choices())
+
+    def _raise_bound(self, candidate: Candidate, bound_s: float) -> None:
+        self.bounds[candidate] = max(self.bounds[candidate], bound_s)
+
+    def _first_that_fits(self) -> None:
+        """The last resort: any plan that fits at all, or the explanation why there is none."""
+        settings = self.settings
+        question = infeasible.Question(
+            settings.profile, settings.batch_size, settings.budget_bytes, settings.state_format,
+            settings.scope, self.space.make_instance, settings.seed,
+        )  # fmt: skip
+        fitting = infeasible.fitting(question)
+        if fitting is None:
+            raise remedies.explain(question)
+        candidate, choices = fitting.instance.candidate, fitting.choices
+        evaluation = WindowReplay(fitting.instance).evaluate(ChoiceBatch.of([choices]))
+        # Its bytes were counted: it is kept even where the replay's memory rows, which count more, call it too large.
+        self._keep(Found(candidate, choices, float(evaluation.step_s[0])))
+        if self.watch.has_time():
+            self._improve(candidate, choices)
+
+    def _winner(self) -> Judged | None:
+        """The fastest finalist; None when all exceed a budget, which is then tightened by the excess.
+
+        The recipes' plans are among them: the quick replay ranks plans, the simulation may rank them otherwise.
+        """
+        by_recipe = [found for _, found in self.compared if found is not None]
+        finalists = sorted(self.found.values(), key=_step_s)[:NUM_FINALISTS]
+        best, excess = self.judge.fastest(dict.fromkeys([*finalists, *by_recipe]))
+        for budget, size in excess.items():
+            self.space.withheld_bytes[budget] += size
+        return best
+
+    # ---- helpers
+
+    def _keep(self, found: Found) -> None:
+        known = self.found.get(found.candidate)
+        if known is None or found.step_s < known.step_s:
+            self.found[found.candidate] = found
+
+    def _best_s(self) -> float:
+        return min((f.step_s for f in self.found.values()), default=math.inf)
+
+    def _may_improve(self, candidate: Candidate) -> bool:
+        """Whether the candidate's bound allows a plan that beats the incumbent by more than the gap."""
+        return self.bounds[candidate] < self._best_s() * (1 - self.settings.gap)
+
+    def _solution(self, winner: Judged, interrupted: bool = False) -> Solution:
+        plan, timeline = winner.plan, winner.timeline
+        report = self._report(timeline.step_s, interrupted)
+        plan = plan.model_copy(
+            update={"predicted": timeline.prediction(), "solver": report, "profile": self.settings.profile}
+        )
+        tried = [
+            Tried(c, bound, self.found[c].step_s if c in self.found else None)
+            for c, bound in sorted(self.bounds.items(), key=lambda item: item[1])
+        ]
+        return Solution(plan, timeline, [self._recipe(*pair) for pair in self.compared], tried, interrupted)
+
+    def _report(self, objective_s: float, interrupted: bool) -> SolverReport:
+        bound_s = min([objective_s, *self.bounds.values()])
+        gap = (objective_s - bound_s) / objective_s
+        return SolverReport(
+            status="optimal" if gap <= self.settings.gap and not interrupted else "feasible",
+            objective_s=objective_s,
+            bound_s=bound_s,
+            gap=gap,
+            seed=self.settings.seed,
+            time_s=self.watch.elapsed_s,
+            versions={name: version(name) for name in ("highspy", "pulp")},
+        )
+
+    def _recipe(self, name: str, found: Found | None) -> Recipe:
+        if found is None:
+            return Recipe(name, None, None)
+        judged = self.judge.simulated(found)
+        return Recipe(name, judged.plan, judged.timeline)
+
+
+def _step_s(found: Found) -> float:
+    return found.step_s
