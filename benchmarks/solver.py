@@ -25,7 +25,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 from rows import RESULTS, make_row, save_rows
-from solver_peers import SETS, Checked, Selection, check_instances, select_checkpoints
+from solver_peers import SETS, Checked, Selection, beside_square_root_rule, check_instances, select_checkpoints
 from solver_placement import GAP, Measured, Task, measure
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -71,7 +71,8 @@ def main() -> None:
     if options.smoke:
         _show_case(console, "smoke", _measure_case(SMOKE, 5, 5))
         _show_instances(console, check_instances(4, 1))
-        _show_selection(console, select_checkpoints(4, "two options"))
+        _show_selection(console, "dynamic program", select_checkpoints(4, "two options"))
+        _show_selection(console, "square-root rule", [beside_square_root_rule(4, "two options")])
         return
     for name in [options.case] if options.case else [*CASES, PEERS, RANDOM]:
         figures = _figures(name, options, console)
@@ -95,9 +96,12 @@ def _arguments() -> argparse.Namespace:
 def _figures(name: str, options: argparse.Namespace, console: Console) -> list[Figure]:
     """Measure one case, show it, and give what is to be saved."""
     if name == PEERS:
-        found = [s for kind in SETS for length in (28, 64) for s in select_checkpoints(length, kind)]
-        _show_selection(console, found)
-        return _selection_figures(found)
+        pairs = [(kind, length) for kind in SETS for length in (28, 64)]
+        found = [s for kind, length in pairs for s in select_checkpoints(length, kind)]
+        _show_selection(console, "dynamic program", found)
+        beside_rule = [beside_square_root_rule(length, kind) for kind, length in pairs]
+        _show_selection(console, "square-root rule", beside_rule)
+        return _selection_figures("dynamic_program", found) + _selection_figures("square_root_rule", beside_rule)
     if name == RANDOM:
         checked = check_instances(options.instances, options.minutes)
         _show_instances(console, checked)
@@ -160,16 +164,11 @@ def _case_figures(measured: dict[str, dict[str, Measured]]) -> list[Figure]:
     return figures
 
 
-def _selection_figures(found: list[Selection]) -> list[Figure]:
-    figures: list[Figure] = []
-    for kind in SETS:
-        own = [s for s in found if s.options == kind]
-        over_rule = [s.ours_s / s.rule_s - 1 for s in own if s.rule_s]
-        figures += [
-            (f"worst_over_dynamic_program, {kind}", max(s.ours_s / s.dynamic_program_s - 1 for s in own), ""),
-            (f"worst_over_square_root_rule, {kind}", max(over_rule, default=None), ""),
-        ]
-    return figures
+def _selection_figures(peer: str, found: list[Selection]) -> list[Figure]:
+    return [
+        (f"worst_over_{peer}, {kind}", max(s.ours_s / s.peer_s - 1 for s in found if s.options == kind), "")
+        for kind in SETS
+    ]
 
 
 def _worst(machine: str) -> list[Figure]:
@@ -247,15 +246,12 @@ def _show_instances(console: Console, checked: Checked) -> None:
         console.print(line, markup=False)
 
 
-def _show_selection(console: Console, found: list[Selection]) -> None:
+def _show_selection(console: Console, peer: str, found: list[Selection]) -> None:
     table = Table(title="checkpoint selection: seconds recomputed", title_justify="left")
-    for column in ("options", "blocks", "kept", "lazysched", "dynamic program", "square-root rule"):
+    for column in ("options", "blocks", "memory", "lazysched", peer):
         table.add_column(column, justify="right")
     for s in found:
-        table.add_row(
-            s.options, str(s.num_blocks), f"{s.kept_bytes / GB:.2f} GB", f"{s.ours_s:.5f}",
-            f"{s.dynamic_program_s:.5f}", "" if s.rule_s is None else f"{s.rule_s:.5f}",
-        )  # fmt: skip
+        table.add_row(s.options, str(s.num_blocks), f"{s.kept_bytes / GB:.2f} GB", f"{s.ours_s:.5f}", f"{s.peer_s:.5f}")
     console.print(table)
 
 

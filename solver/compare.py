@@ -15,7 +15,7 @@ from lazysched.solver.words import saves_in_words, stages_in_words, weights_in_w
 from lazysched.units import format_bytes, format_seconds
 
 APART = {
-    "version", "model_id", "world_size", "argument_bytes", "update", "stages", "variants", "budget_bytes",
+    "version", "model_id", "world_size", "argument_bytes", "update", "pins", "stages", "variants", "budget_bytes",
     "context_bytes", "predicted", "solver", "profile",
 }  # fmt: skip
 """Fields of a plan that are no decisions, or are set side by side in a form of their own."""
@@ -88,6 +88,7 @@ def _refuse_other_model(plan_a: Plan, plan_b: Plan) -> None:
 def _setting_differences(plan_a: Plan, plan_b: Plan) -> tuple[list[Difference], list[str]]:
     pairs = {name: (str(getattr(plan_a, name)), str(getattr(plan_b, name))) for name in SETTINGS}
     pairs["update"] = _update(plan_a), _update(plan_b)
+    pairs["pins"] = _pins(plan_a), _pins(plan_b)
     for tier in plan_a.budget_bytes | plan_b.budget_bytes:
         sizes = [format_bytes(plan.budget_bytes.get(tier, 0)) for plan in (plan_a, plan_b)]
         pairs[f"{tier} budget"] = sizes[0], sizes[1]
@@ -99,6 +100,10 @@ def _update(plan: Plan) -> str:
     update = plan.update
     clipping = "no clipping" if update.clip_norm is None else f"clipping to {update.clip_norm:g}"
     return f"{update.mode}, {clipping}, {'with' if update.check_finite else 'no'} check for finite gradients"
+
+
+def _pins(plan: Plan) -> str:
+    return ", ".join(plan.pins) or "none"
 
 
 def _stage_differences(plan_a: Plan, plan_b: Plan) -> list[Difference]:

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
+
+from pydantic import Field
 
 from lazysched.errors import UsageError
 from lazysched.lower import lower
@@ -23,6 +26,7 @@ from lazysched.schemas import (
     variant_key,
 )
 from lazysched.solver.judge import SIMULATED_STEPS
+from lazysched.solver.pins import Pin, kept_pins, of_stage
 from lazysched.solver.simulate import Timeline, simulate_plan
 from lazysched.solver.what_if import over_budget
 
@@ -46,6 +50,8 @@ class Alternative(Schema):
     """Tier, or ``page-locked`` -> bytes by which the changed plan exceeds what there is; empty where it fits."""
     same_result: bool = True
     """Whether training computes the same."""
+    against_pins: list[str] = Field(default_factory=list)
+    """What was fixed by hand and would have to be given up."""
 
 
 class StageCosts(Schema):
@@ -72,6 +78,11 @@ class Base:
     profile: Profile
     program: Program
     timeline: Timeline
+
+    @cached_property
+    def pins(self) -> tuple[Pin, ...]:
+        """What the plan keeps to because it was fixed by hand."""
+        return kept_pins(self.plan, self.profile.stages)
 
 
 def base_of(plan: Plan, profile: Profile) -> Base:
@@ -187,7 +198,8 @@ def _alternatives(base: Base, stage: Stage) -> list[Alternative]:
         changed = base.plan.model_copy(update={"stages": stages, "variants": variants})
         alternative = _alternative(base, stage.id, words, changed)
         if alternative is not None:
-            found.append(alternative)
+            against = [pin.text for pin in of_stage(base.pins, stage) if not pin.allows(choice)]
+            found.append(alternative.model_copy(update={"against_pins": against}))
     return found
 
 

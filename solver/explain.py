@@ -27,6 +27,8 @@ from lazysched.solver.what_if import Gain, over_budget
 class Explanation(Schema):
     """What ``explain`` found."""
 
+    pins: list[str]
+    """What was fixed by hand and still is so; gains keep to it, alternatives against it say so."""
     step_s: float
     """The plan's step on this machine, simulated."""
     recompute_s: float
@@ -89,6 +91,7 @@ def explain(plan: Plan, profile: Profile | None = None, *, time_limit_s: float =
     gains = what_if.gains(plan, known, asked, reference_s, bound_s)
     shares = what_if.engine_shares(plan, base.profile, step_s)
     return Explanation(
+        pins=[pin.text for pin in base.pins],
         step_s=step_s,
         recompute_s=recompute_s(base),
         exposed_s=base.timeline.exposed_s,

@@ -74,10 +74,11 @@ def _or_none(seconds: float, what: str) -> str:
 
 
 def _best_change(explanation: Explanation) -> Alternative | None:
-    """The one decision whose change saves most without leaving the budgets; None where none saves anything."""
+    """The one decision whose change saves most within budgets and pins; None where none saves anything."""
     listed = [a for costs in explanation.stages for a in costs.alternatives] + explanation.step_alternatives
     # Giving up clipping changes what is computed, so it betters no plan.
-    kept = [a for a in listed if not a.over_bytes and a.step_s < -SMALL_S and a.same_result]
+    wanted = [a for a in listed if a.same_result and not a.against_pins]
+    kept = [a for a in wanted if not a.over_bytes and a.step_s < -SMALL_S]
     return min(kept, key=lambda a: round(a.step_s, 9), default=None)
 
 
@@ -118,6 +119,8 @@ def _saved(gain_s: float, step_s: float) -> str:
 
 
 def _decisions(explanation: Explanation) -> Iterator[str]:
+    if explanation.pins:
+        yield f"Fixed by hand: {', '.join(explanation.pins)}."
     for costs in explanation.stages:
         is_block = costs.stages[0].startswith("block.")
         yield f"{stages_in_words(costs.stages)}: {choice_in_words(costs.choice, is_block)}"
@@ -138,6 +141,8 @@ def _alternative(alternative: Alternative) -> str:
     text = f"{where}{alternative.words} would {join(_effects(alternative))}"
     if alternative.over_bytes:
         text += f"; does not fit, {sizes_in_words(alternative.over_bytes)} over"
+    if alternative.against_pins:
+        text += f"; against {join(alternative.against_pins)}"
     return text
 
 

@@ -10,7 +10,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import pairwise
 
 import pulp
@@ -169,21 +169,20 @@ def _solved(
 
 def _least_memory(instance: Instance) -> Choices:
     """What takes least of GPU and host together, each stage by itself: in files all that can be there."""
-    blocks = zip(instance.blocks, instance.states, strict=True)
-    ends = [option.gpu_gb + option.host_gb for option in instance.vocabulary_options]
+    ends = instance.vocabulary_options
     return Choices(
-        states=tuple(min(states, key=partial(_state_need_gb, costs)) for costs, states in blocks),
-        saves=tuple(min(range(len(own)), key=[_save_need(o) for o in own].__getitem__) for own in instance.saves),
-        vocabulary=min(range(len(ends)), key=ends.__getitem__),
+        states=tuple(map(_least_state, instance.blocks, instance.states)),
+        saves=tuple(map(_least_option, instance.mean_saves)),  # in all blocks of a segment the same
+        vocabulary=min(range(len(ends)), key=lambda k: ends[k].gpu_gb + ends[k].host_gb),
     )
 
 
-def _state_need_gb(costs: StageCosts, choice: StateChoice) -> float:
-    return costs.on_gpu_gb(choice) + costs.on_host_gb(choice)
+def _least_state(costs: StageCosts, states: Sequence[StateChoice]) -> StateChoice:
+    return min(states, key=lambda state: costs.on_gpu_gb(state) + costs.on_host_gb(state))
 
 
-def _save_need(option: SaveOption) -> tuple[float, ...]:
-    return option.segment, option.kept_gb + option.host_gb, option.nvme_gb
+def _least_option(options: Sequence[SaveOption]) -> int:
+    return min(range(len(options)), key=lambda o: (options[o].kept_gb + options[o].host_gb, options[o].nvme_gb))
 
 
 def _order_equal_blocks(problem: pulp.LpProblem, instance: Instance, decisions: Decisions) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import get_args
 
 from lazysched.errors import UsageError
-from lazysched.schemas import Stage, StagePlan, Tier
+from lazysched.schemas import Plan, Stage, StagePlan, Tier
 from lazysched.units import parse_slice
 
 FIELDS = ("weights", "state", "save", "input_tier", "saved_tiers")
@@ -52,6 +52,16 @@ def parse_pins(texts: Iterable[str], stages: Sequence[Stage]) -> tuple[Pin, ...]
         UsageError: a text is no pin, names no stage of the model, an unknown field, or no tier where one is meant.
     """
     return tuple(_parse_pin(text, stages) for text in texts)
+
+
+def kept_pins(plan: Plan, stages: Sequence[Stage]) -> tuple[Pin, ...]:
+    """The plan's pins that it still keeps to: who edits against a pin by hand has given it up.
+
+    Raises:
+        UsageError: as ``parse_pins``.
+    """
+    pins = parse_pins(plan.pins, stages)
+    return tuple(pin for pin in pins if all(pin.allows(plan.stages[stage_id]) for stage_id in pin.stage_ids))
 
 
 def of_stage(pins: Iterable[Pin], stage: Stage) -> tuple[Pin, ...]:

@@ -69,5 +69,6 @@ def make_plan(instance: Instance, choices: Choices, *, budget_bytes: Mapping[Tie
             for stage_id, choice in stages.items()
         },
         variants=variants,
+        pins=[pin.text for pin in instance.pins],
         budget_bytes=dict(budget_bytes),
     )

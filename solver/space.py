@@ -80,7 +80,7 @@ class Space:
         return replace(found, candidate=candidate, choices=replace(found.choices, saves=saves))
 
     def make_instance(self, candidate: Candidate, state_format: StateFormat, scope: Scope) -> Instance:
-        """The coefficients of a candidate with optimizer state in any format and things in any scope."""
+        """The coefficients of a candidate with optimizer state in any format and things anywhere in ``scope``."""
         settings = self.settings
         return Instance(settings.profile, candidate, state_format, settings.update, settings.pins, scope)
 

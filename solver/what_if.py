@@ -12,6 +12,7 @@ from lazysched.schemas import Curve, Engine, Plan, Profile, Rate, SaveVariant, S
 from lazysched.schemas.executable import check_executable, executes_files
 from lazysched.solver.judge import SIMULATED_STEPS
 from lazysched.solver.many import Answer, Request, answer_all
+from lazysched.solver.pins import kept_pins
 from lazysched.solver.simulate import Timeline, simulate_plan
 from lazysched.units import format_bytes
 
@@ -161,6 +162,7 @@ def _request(plan: Plan, change: Change, time_limit_s: float) -> Request:
     """What was asked of the solver when ``plan`` was made, with the change."""
     settings: dict[str, Any] = {
         "batch_size": plan.batch_size,
+        "pins": [pin.text for pin in kept_pins(plan, change.profile.stages)],
         "max_grad_norm": plan.update.clip_norm,
         "check_finite": plan.update.check_finite,
         "optimizer_state": next(iter(plan.stages.values())).state_format,

@@ -133,6 +133,8 @@ class Plan(Document):
     """Stage id -> decisions."""
     variants: dict[str, SaveVariant]
     """``structure:name`` -> the variant, embedded; ``variant_key`` makes the key."""
+    pins: list[str] = Field(default_factory=list)
+    """Decisions that were fixed by hand when it was solved, as ``block[0:4].weights=gpu``; editing may undo them."""
     budget_bytes: dict[Tier, int]
     context_bytes: int = Field(default=0, ge=0)
     """Of the GPU's budget, what the driver context and libraries take outside the plan's buffers."""

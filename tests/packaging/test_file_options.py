@@ -27,7 +27,7 @@ ROOMY = ["--batch-size", "1", "--host-memory", "1GB"]
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("os.cpu_count", lambda: 1)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(1))
     (tmp_path / "disk").mkdir()
     with_files(tiny_profile(3), FAST).save("profile.json")
     return tmp_path

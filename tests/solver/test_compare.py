@@ -103,6 +103,13 @@ def test_other_budgets_and_clipping_are_shown(plan: Plan) -> None:
     assert told["update"][1] == "exact, no clipping, with check for finite gradients"
 
 
+def test_what_was_fixed_by_hand_is_shown(plan: Plan) -> None:
+    other = plan.model_copy(update={"pins": ["block[0:2].weights=gpu", "head.state=gpu"]})
+    told = {d.where: (d.a, d.b) for d in compare(plan, other).settings}
+    assert told == {"pins": ("none", "block[0:2].weights=gpu, head.state=gpu")}
+    assert "pins" in compare(other, other).equal_settings
+
+
 @pytest.mark.parametrize("name", SETTINGS)
 def test_every_setting_of_a_plan_is_compared(plan: Plan, name: str) -> None:
     other = plan.model_copy(update={name: "something else"})

@@ -26,7 +26,7 @@ STATE_BYTES = 2_032_128
 
 @pytest.fixture(autouse=True)
 def _one_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.cpu_count", lambda: 1)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(1))
 
 
 @pytest.fixture(scope="module")

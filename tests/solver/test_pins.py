@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import pytest
+from rich.console import Console
 
 from lazysched.errors import InfeasibleError, UsageError
 from lazysched.schemas import Plan
 from lazysched.solver import Solution, solve
-from lazysched.solver.pins import parse_pins
+from lazysched.solver.explain import Explanation, explain
+from lazysched.solver.explain_report import print_explanation
+from lazysched.solver.pins import kept_pins, parse_pins
 from tests.solver.synthetic import tiny_profile
 
 MB = 10**6
@@ -90,3 +93,60 @@ def test_a_variant_that_nobody_measured_and_contradictions_are_refused() -> None
     for pins in (("block[0].save=none",), ("block[0].weights=gpu", "block[0].weights=host"), ("block.weights=nvme",)):
         with pytest.raises(UsageError, match="no stage can be all that"):
             solved(*pins)
+
+
+def in_words(explanation: Explanation) -> str:
+    console = Console(width=200)
+    with console.capture() as captured:
+        print_explanation(explanation, console)
+    return captured.get()
+
+
+PIN = "block[0:3].state=host"
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    return solved(PIN, gpu_bytes=1000 * MB).plan
+
+
+class TestExplained:
+    """At 1000 MB everything is best on the GPU: what is pinned to the host is the one thing that could be better."""
+
+    def test_a_plan_says_what_was_fixed_by_hand(self, plan: Plan) -> None:
+        assert plan.pins == [PIN]
+        assert solved(gpu_bytes=1000 * MB).plan.pins == []
+
+    def test_a_better_alternative_against_a_pin_is_told_as_that(self, plan: Plan) -> None:
+        found = explain(plan, time_limit_s=0)
+        assert found.pins == [PIN]
+        block = next(costs for costs in found.stages if costs.choice.state == "host" and "block.0" in costs.stages)
+        against = [a for a in block.alternatives if a.against_pins]
+        assert {tuple(a.against_pins) for a in against} == {(PIN,)}
+        assert [a.words for a in against if a.step_s < 0] != []
+        assert [a for a in block.alternatives if not a.against_pins] != []
+        text = in_words(found)
+        assert f"Fixed by hand: {PIN}." in text
+        assert f"; against {PIN}" in text
+        assert "One decision otherwise is faster and fits" not in text
+
+    def test_solving_again_keeps_what_is_fixed(self, plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("os.cpu_count", lambda: 1)
+        free = solved(gpu_bytes=1000 * MB).timeline.step_s
+        found = explain(plan, time_limit_s=5)
+        assert found.bound_s is not None
+        assert free < found.bound_s <= found.reference_s
+        assert "Solving again finds a faster plan" not in in_words(found)
+
+    def test_who_edits_against_a_pin_gives_it_up(self, plan: Plan) -> None:
+        choice = plan.stages["block.1"].model_copy(update={"state": "gpu", "weights": "gpu"})
+        edited = plan.model_copy(update={"stages": {**plan.stages, "block.1": choice}})
+        assert [pin.text for pin in kept_pins(plan, PROFILE.stages)] == [PIN]
+        assert kept_pins(edited, PROFILE.stages) == ()
+        found = explain(edited, time_limit_s=0)
+        assert found.pins == []
+        assert "Fixed by hand" not in in_words(found)
+
+    def test_a_pin_that_is_none_is_refused(self, plan: Plan) -> None:
+        with pytest.raises(UsageError, match="pin: 'block' is no decision"):
+            explain(plan.model_copy(update={"pins": ["block"]}), time_limit_s=0)

@@ -22,7 +22,7 @@ SETTINGS: dict[str, Any] = {"batch_size": 1, "host_memory_bytes": 1000 * MB, "ti
 
 @pytest.fixture
 def _one_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.cpu_count", lambda: 1)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(1))
 
 
 class TestParsing:
