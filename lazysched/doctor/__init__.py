@@ -31,10 +31,9 @@ tokenizer    with ``--model``: whether rows begin with more than one start token
 vocabulary   with ``--model``: whether the embedding has a row for every token
 ===========  ======================================================================================================
 
-``driver``, ``link``, ``numa`` and ``pinning`` are left out where no GPU is wanted (``--device cpu``), or where
-torch finds none and none of NVIDIA's is on the PCI bus. Everything that loads torch runs in child processes, which have a
-time limit.
-No probe uses the network.
+``driver``, ``link``, ``numa`` and ``pinning`` are left out where no GPU is wanted (``--device cpu``), or where torch
+finds none and none of NVIDIA's is on the PCI bus. Everything that loads torch runs in child processes with a time
+limit. No probe uses the network.
 
 Exit codes: 0 every finding is ok; 1 there is a problem, or something is unknown (unless ``--allow-unknown``); 2 wrong
 usage. ``--json`` prints a :class:`Report`:

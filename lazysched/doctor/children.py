@@ -35,7 +35,7 @@ def run_program(command: Sequence[str], timeout_s: float) -> str:
     try:
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-            errors="replace", env=environment,
+            errors="replace", env=environment, start_new_session=True,
         )  # fmt: skip
     except OSError as error:
         raise CannotLook(f"{command[0]} cannot be run ({error.strerror})") from None
@@ -45,12 +45,20 @@ def run_program(command: Sequence[str], timeout_s: float) -> str:
         raise CannotLook(f"no answer within {timeout_s:g} s") from None
     finally:
         if process.poll() is None:  # too late, or Ctrl-C
-            process.kill()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(_LEAVE_S)
+            _kill(process)
     if process.returncode:
         raise _failure(process.returncode, complaints.strip() or printed.strip())
     return printed
+
+
+def _kill(process: subprocess.Popen[str]) -> None:
+    """End a process with those that it has started, compilers perhaps."""
+    os.killpg(process.pid, signal.SIGKILL)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(_LEAVE_S)
+    for pipe in (process.stdout, process.stderr):
+        if pipe is not None:
+            pipe.close()
 
 
 def ask_child(task: str, arguments: Sequence[str], kind: type[F], timeout_s: float) -> F:
