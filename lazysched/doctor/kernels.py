@@ -19,7 +19,8 @@ def optimizer(scene: Scene) -> Verdict:
         return problem("the compiled update is missing: torch operations take its place, many times slower", REINSTALL)
     if not found.variants:
         raise CannotLook("the compiled update names no variant that runs here")
-    shown = f"{found.variants[-1]} of {', '.join(found.variants)}, {found.threads} threads"
+    threads = "1 thread" if found.threads == 1 else f"{found.threads} threads"
+    shown = f"{found.variants[-1]} of {', '.join(found.variants)}, {threads}"
     if found.on_gpu:
         shown += f"; {found.on_gpu} on the GPU"
     if found.wrong:

@@ -170,7 +170,12 @@ class TestLink:
         assert found.status == status
         assert detail in found.detail
 
-    def test_nvidia_smi_where_sysfs_does_not_say(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    @pytest.mark.parametrize(
+        ("speed", "width"), [("Unknown", "16"), ("", "16"), ("32.0 GT/s PCIe", "63"), ("32.0 GT/s PCIe", "0")]
+    )
+    def test_nvidia_smi_where_sysfs_does_not_say(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, speed: str, width: str
+    ) -> None:
         asked: list[list[str]] = []
 
         def answer(command: list[str], timeout_s: float) -> str:
@@ -178,7 +183,7 @@ class TestLink:
             return "4, 4, 8, 16\n"
 
         monkeypatch.setattr(link, "run_program", answer)
-        found = gpu.link(carded(tmp_path, link_files("Unknown", "63")))
+        found = gpu.link(carded(tmp_path, link_files(speed, width)))
         assert found.detail == "generation 4, 8 lanes of the card's 16"
         assert f"--id={BUS_ID}" in asked[0]  # its own numbering ignores CUDA_VISIBLE_DEVICES
 
