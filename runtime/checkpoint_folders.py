@@ -1,7 +1,7 @@
 """Folders ``checkpoint-N``: how one comes to be and goes so that it is never half of one, and what is a valid one.
 
 Files are written into ``tmp-checkpoint-N`` and made durable, the folder gets its name, and the manifest with sizes and
-hashes comes last: a checkpoint is valid when its manifest is there and agrees. The manifest is also the first that goes.
+hashes comes last: a checkpoint is valid when its manifest is there and agrees. The manifest is also what goes first.
 """
 
 from __future__ import annotations

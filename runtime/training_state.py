@@ -41,8 +41,11 @@ class Manifest(Document):
 
 
 class TrainingState(Document):
-    """Where a run stood. The order of the data is a function of seed, epoch and position, as are all random bits of
-    seed and number of updates, so that no state of a generator is kept."""
+    """Where a run stood.
+
+    The order of the data is a function of seed, epoch and position, and all random bits are one of the seed and the
+    number of updates, so that no state of a generator is kept.
+    """
 
     version: Literal[1] = 1
     step: int = Field(ge=1)
@@ -53,7 +56,6 @@ class TrainingState(Document):
     """Epoch of the next row."""
     position: int = Field(ge=0)
     """Rows of that epoch that were seen."""
-    plan_sha256: str
     fixed: dict[str, Value]
     """Field -> what must be the same when the run goes on."""
     arguments: dict[str, Value]
