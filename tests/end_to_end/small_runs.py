@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 from safetensors.torch import load_file
 from transformers import AutoConfig
@@ -66,7 +67,7 @@ def weights_of(folder: Path) -> dict[str, bytes]:
     files = sorted(folder.glob("*.safetensors"))
     assert files, folder
     return {
-        f"{name} {tuple(tensor.shape)}": tensor.view(-1).view(dtype=__import__("torch").uint8).numpy().tobytes()
+        f"{name} {tuple(tensor.shape)}": tensor.view(-1).view(torch.uint8).numpy().tobytes()
         for file in files
         for name, tensor in load_file(file).items()
     }
