@@ -15,7 +15,7 @@ from lazysched.runtime.checkpoint_folders import STATE_PREFIX, check_checkpoint,
 from lazysched.runtime.folders import STATE_FILE
 from lazysched.runtime.loop import LOG_FILE, History, StepRow
 from lazysched.runtime.session import Session
-from lazysched.runtime.training_state import Manifest, TrainingState, Value, differences
+from lazysched.runtime.training_state import MANIFEST_FILE, Manifest, TrainingState, Value, differences
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,8 @@ def choose_checkpoint(
 
 
 def _refuse_old_checkpoints(output_dir: Path) -> None:
-    names = [path.name for path in checkpoint_steps(output_dir).values()]
+    # One that was cut is no obstacle: it is replaced or pruned.
+    names = [path.name for path in checkpoint_steps(output_dir).values() if (path / MANIFEST_FILE).is_file()]
     if names:
         raise UsageError(
             f"output_dir: {output_dir} holds {names[0]} of an earlier run; go on from it with --resume, or name "
@@ -69,14 +70,15 @@ def _refuse_old_checkpoints(output_dir: Path) -> None:
 
 
 def _newest(output_dir: Path, console: Console) -> Checkpoint:
-    problem = ""
+    problems: list[str] = []
     for path in checkpoint_steps(output_dir).values():
         try:
             return _load(path)
         except UsageError as error:
-            problem = problem or f" ({error})"
+            problems.append(f" ({error})")
             _say(console, f"skipped {error}")
-    raise UsageError(f"resume: {output_dir} holds no valid checkpoint{problem}; leave --resume out to begin anew")
+    remedy = "remove what is there and leave --resume out" if problems else "leave --resume out"
+    raise UsageError(f"resume: {output_dir} holds no valid checkpoint{''.join(problems[:1])}; {remedy} to begin anew")
 
 
 def _load(path: Path) -> Checkpoint:

@@ -217,7 +217,13 @@ def test_wrong_questions_are_refused(run: SmallRun, plan: Plan, cut: Path, tmp_p
 def test_a_folder_where_no_checkpoint_is_valid_says_what_ails_the_newest(run: SmallRun, plan: Plan, cut: Path) -> None:
     for path in checkpoint_steps(cut).values():
         (path / "manifest.json").unlink()
-    assert "checkpoint-4: has no manifest.json" in refused(run, plan, cut, resume=True)
+    message = refused(run, plan, cut, resume=True)
+    assert "checkpoint-4: has no manifest.json" in message
+    assert message.endswith("remove what is there and leave --resume out to begin anew")
+    run.train(plan, cut, 4, save_steps=3)  # what was cut is no obstacle to a new run
+    assert [*checkpoint_steps(cut)] == [4, 3]
+    run.train(plan, cut, 5, save_steps=5, resume=True)
+    assert [*checkpoint_steps(cut)] == [5, 3]
 
 
 def test_old_checkpoints_lose_their_state_and_then_go(run: SmallRun, plan: Plan, tmp_path: Path) -> None:
