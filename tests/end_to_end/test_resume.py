@@ -13,9 +13,11 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lazysched.cli import main
 from lazysched.errors import UsageError
+from lazysched.runtime import checkpoint_folders
 from lazysched.runtime.checkpoint_folders import check_checkpoint, checkpoint_steps
 from lazysched.runtime.loop import StepRow
 from lazysched.runtime.progress import ProgressReport
@@ -23,6 +25,7 @@ from lazysched.runtime.resuming import choose_checkpoint
 from lazysched.schemas import Dtype, Plan, StateFormat
 from tests.end_to_end.small_runs import SmallRun, log_of, weights_of
 from tests.end_to_end.test_bad_input import one_line
+from tests.end_to_end.tiny_folder import make_model
 from tests.one_thread import one_thread
 
 __all__ = ["one_thread"]
@@ -78,10 +81,9 @@ def test_a_resumed_run_has_the_bits_of_one_never_interrupted(
 
 
 def test_the_checkpoint_is_a_model_for_transformers(whole: Path) -> None:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
     AutoTokenizer.from_pretrained(whole / "checkpoint-6")
-    _, report = AutoModelForCausalLM.from_pretrained(whole / "checkpoint-6", output_loading_info=True)
+    result: Any = AutoModelForCausalLM.from_pretrained(whole / "checkpoint-6", output_loading_info=True)
+    report = result[1]
     assert not report["missing_keys"]
     assert not report["unexpected_keys"]
 
@@ -194,8 +196,6 @@ def test_what_makes_going_on_meaningless_is_refused(run: SmallRun, plan: Plan, c
 
 
 def test_another_model_is_refused(run: SmallRun, cut: Path, tmp_path: Path) -> None:
-    from tests.end_to_end.tiny_folder import make_model
-
     other = SmallRun(make_model(tmp_path / "model", hidden_size=48), run.data)
     assert refused(other, other.plan(), cut, resume=True).startswith("model_id: LlamaForCausalLM-")
 
@@ -291,8 +291,6 @@ def test_a_second_ctrl_c_ends_at_once(
 def test_a_signal_while_a_due_checkpoint_is_saved_saves_it_once(
     run: SmallRun, plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from lazysched.runtime import checkpoint_folders
-
     synced: list[Path] = []
 
     def sync(path: Path) -> None:
