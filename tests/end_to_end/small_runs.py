@@ -17,7 +17,7 @@ from lazysched.runtime.model import Model
 from lazysched.runtime.train import TrainResult, train
 from lazysched.schemas import Dtype, Plan, StagePlan, StateFormat, Tier
 from tests.end_to_end.tiny_folder import make_data, make_model
-from tests.runtime.tiny import CPU, variants_of
+from tests.runtime.tiny import variants_of
 
 SEQ_LEN, MICRO_BATCH, NUM_ROWS = 24, 2, 10
 """Ten rows of four a step: an epoch ends within a step."""
@@ -36,10 +36,11 @@ class SmallRun:
 
     def plan(
         self, tier: Tier = "host", state_format: StateFormat = "hybrid8", dtype: Dtype = "bfloat16",
-        accumulation: int = 2, blocks: Tier | None = None,
+        accumulation: int = 2, blocks: Tier | None = None, device: str = "cpu",
     ) -> Plan:  # fmt: skip
         """Everything on ``tier`` but blocks on ``blocks``; most matrices above 600 elements have 8-bit state."""
-        model = Model(AutoConfig.from_pretrained(self.model), dtype, CPU, micro_batch=MICRO_BATCH, seq_len=SEQ_LEN)
+        config, where = AutoConfig.from_pretrained(self.model), torch.device(device)
+        model = Model(config, dtype, where, micro_batch=MICRO_BATCH, seq_len=SEQ_LEN)
         end = StagePlan(weights=tier, state=tier, state_format=state_format)
         block = StagePlan(weights=blocks or tier, state=blocks or tier, state_format=state_format, save="input")
         return Plan(
@@ -54,9 +55,10 @@ class SmallRun:
         shown = io.StringIO()
         settings: dict[str, Any] = {
             "learning_rate": 1e-2, "lr_scheduler_type": "constant", "weight_decay": 0.1, "save_steps": 0,
+            "device": "cpu",
         }  # fmt: skip
         result = train(
-            plan, model=str(self.model), data=str(self.data), output_dir=str(output), device="cpu",
+            plan, model=str(self.model), data=str(self.data), output_dir=str(output),
             max_steps=num_steps, console=options.pop("console", Console(file=shown, width=300)), **settings | options,
         )  # fmt: skip
         return result, shown.getvalue()
