@@ -96,22 +96,24 @@ class Checkpoints:
 
         Does nothing where this step is saved already.
         """
-        step = history.num_done
+        step, policy = history.num_done, self._policy
         if step == self._last_step:
             return
         try:
             self._check(history)
             self.last = checkpoint_folders.write_checkpoint(self._folder, step, lambda to: self._fill(to, history))
             self._last_step = step
-            policy = self._policy
+        except (OSError, LazyschedError) as error:
+            kept = f"{self.last} is kept" if self.last else "there is no earlier one"
+            self._warn(f"checkpoint-{step}: not saved ({_reason(error)}); {kept}, and the run goes on")
+            return
+        try:
             checkpoint_folders.prune(self._folder, step, policy.save_total_limit, policy.save_state_limit)
         except (OSError, LazyschedError) as error:
-            reason = (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
-            kept = f"{self.last} is kept" if self.last else "there is no earlier one"
-            self._console.print(
-                f"warning: checkpoint-{step}: not saved ({' '.join(reason.split())}); {kept}, and the run goes on",
-                style="yellow", soft_wrap=True, markup=False,
-            )  # fmt: skip
+            self._warn(f"checkpoints before {self.last}: not pruned ({_reason(error)}); the run goes on")
+
+    def _warn(self, text: str) -> None:
+        self._console.print(f"warning: {text}", style="yellow", soft_wrap=True, markup=False)
 
     def _check(self, history: History) -> None:
         row = history.rows[-1]
@@ -137,6 +139,11 @@ class Checkpoints:
         write_shards(
             folder, checkpoint_folders.STATE_PREFIX, session.state_names(), session.state, self._max_shard_bytes
         )
+
+
+def _reason(error: Exception) -> str:
+    text = error.strerror if isinstance(error, OSError) else None
+    return " ".join((text or str(error)).split())
 
 
 def _write(path: Path, text: str) -> None:

@@ -162,6 +162,16 @@ def test_a_disk_that_is_full_to_the_end_fails_the_run_and_keeps_the_checkpoint(
     check_checkpoint(tmp_path / "out" / "checkpoint-1")
 
 
+def test_old_checkpoints_that_cannot_be_removed_are_told_apart(
+    run: SmallRun, plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint_folders, "remove", no_space)
+    _, shown = run.train(plan, tmp_path / "out", 2, save_steps=1, save_total_limit=1)
+    assert "checkpoint-2: not pruned (No space left on device); the run goes on" in shown
+    assert "not saved" not in shown
+    assert [*checkpoint_steps(tmp_path / "out")] == [2, 1]
+
+
 def test_weights_that_may_not_be_finite_take_no_checkpoints_place(
     run: SmallRun, plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
