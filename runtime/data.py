@@ -246,10 +246,6 @@ class Batches:
         rows = [self._rows[self._index(position)] for position in range(first, first + self._batch_size)]
         return _collate(rows, self._batch_size, self._seq_len, self._pad_id, self._packing)
 
-    def place(self, num_steps: int) -> tuple[int, int]:
-        """Epoch, and rows of it that were seen, after so many steps."""
-        return divmod(num_steps * self._batch_size, self.num_rows)
-
     def num_steps(self, epochs: float) -> int:
         """Steps until every row was seen ``epochs`` times, at least one."""
         # Rounded, or 0.07 epochs of 100 rows would be 8 rows: the product is 7.000000000000001.

@@ -216,7 +216,7 @@ class _Origin:
 
     def state(self, history: History, session: Session) -> TrainingState:
         """Where the run stands after the rows of ``history``."""
-        epoch, position = self.batches.place(history.num_done)
+        epoch, position = divmod(history.num_done * session.plan.batch_size, self.batches.num_rows)
         return TrainingState(
             step=history.num_done, num_updates=session.num_updates, epoch=epoch, position=position,
             fixed=self.fixed, arguments=self.arguments,
