@@ -3,7 +3,7 @@
 Nothing here computes. Each command reads its files first, so that a wrong one is refused at once, and imports what
 it runs only then: ``--help`` and ``solve`` never load torch.
 
-Exit codes: 0 done, 1 the run failed, 2 wrong usage, 130 interrupted.
+Exit codes: 0 done, 1 the run failed, 2 wrong usage, 130 interrupted, 143 ended by SIGTERM after saving.
 """
 
 from __future__ import annotations
@@ -300,6 +300,13 @@ def train(
     trace_steps: Annotated[
         str | None, typer.Option(metavar="FROM:TO", help="Which steps, counted from 0, TO left out. [2:5]")
     ] = None,
+    save_steps: Annotated[int, typer.Option(min=0, help="Steps between two checkpoints; 0 saves none.")] = 500,
+    save_total_limit: Annotated[int | None, typer.Option(min=1, help="Checkpoints that stay. [all]")] = None,
+    save_state_limit: Annotated[
+        int, typer.Option(min=1, help="Checkpoints that keep optimizer state; older ones keep the model.")
+    ] = 2,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest valid checkpoint.")] = False,
+    resume_from_checkpoint: Annotated[str | None, typer.Option(help="Go on from this checkpoint.")] = None,
 ) -> None:
     """Train MODEL as the plan says and write a Hugging Face folder."""
     schedule = Plan.load(plan)
@@ -330,6 +337,11 @@ def train(
         logging_steps=logging_steps,
         trace=trace,
         trace_steps=steps,
+        save_steps=save_steps,
+        save_total_limit=save_total_limit,
+        save_state_limit=save_state_limit,
+        resume=resume,
+        resume_from_checkpoint=resume_from_checkpoint,
         console=console,
     )
     console.print(comparison_table(result, "training"))
