@@ -1,4 +1,4 @@
-"""The command line: ``lazysched profile | solve | explain | simulate | compare | plot | train | quickstart``.
+"""The command line: ``lazysched profile | solve | explain | simulate | compare | plot | data | train | quickstart``.
 
 Nothing here computes. Each command reads its files first, so that a wrong one is refused at once, and imports what
 it runs only then: ``--help`` and ``solve`` never load torch.
@@ -17,7 +17,7 @@ import typer
 from rich.console import Console
 from typer.exceptions import TyperException
 
-from lazysched import plan_commands, plot_command
+from lazysched import data_commands, plan_commands, plot_command
 from lazysched.cli_hardware import measure_machine, profile_to_solve
 from lazysched.errors import LazyschedError, UsageError
 from lazysched.outputs import require_folder_of
@@ -344,3 +344,4 @@ def _explicit(choice: str) -> str | None:
 
 plan_commands.register(app)
 plot_command.register(app)
+data_commands.register(app)

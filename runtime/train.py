@@ -7,17 +7,17 @@ import re
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from rich.console import Console
-from transformers import AutoTokenizer
 
 from lazysched.chrome_trace import check_trace_file, save_chrome_trace
 from lazysched.errors import RunError, UsageError
 from lazysched.runtime import data as data_module
 from lazysched.runtime import machine
 from lazysched.runtime.checkpoint import TensorReader, check_output_dir, write_folder
+from lazysched.runtime.data.tokenizer import load_tokenizer
 from lazysched.runtime.loop import WARM_UP_STEPS, History, StepRow, TrainingLoop, mean_loss
 from lazysched.runtime.progress import ProgressReport
 from lazysched.runtime.recorder import Recorder, make_recording
@@ -225,14 +225,6 @@ def _check_optimizer(beta1: float, beta2: float, epsilon: float, weight_decay: f
         raise UsageError(f"weight_decay: {weight_decay} is out of range; give 0 or more")
 
 
-def _tokenizer(folder: Path) -> Any:
-    try:
-        return AutoTokenizer.from_pretrained(folder)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise UsageError(f"{folder}: its tokenizer cannot be read ({reason}); download its files again") from None
-
-
 def _device(name: str | None) -> torch.device:
     if name not in (None, "auto", "cuda", "cpu"):
         raise UsageError(f"device: {name!r} is not known; use cuda or cpu")
@@ -246,12 +238,10 @@ def _read_inputs(plan: Plan, model: str, data: str, eval_data: str | None, init:
     source = resolve_model(model)
     if init == "pretrained" and not source.has_weights:
         raise UsageError(f"model: {model} has no weights; use --init random or name a folder with safetensors files")
-    if not source.has_tokenizer:
-        raise UsageError(f"model: {source.config_dir} has no tokenizer; put the tokenizer's files beside config.json")
+    tokenizer = load_tokenizer(source)
     num_tokens = getattr(source.config, "vocab_size", None)
     if num_tokens is None:
         raise UsageError(f"model: {source.config.model_type!r} has no vocab_size; use a decoder-only language model")
-    tokenizer = _tokenizer(source.config_dir)
     files = [data] if eval_data is None else [data, eval_data]
     datasets = [data_module.Dataset.load(file, tokenizer, plan.seq_len) for file in files]
     for file, dataset in zip(files, datasets, strict=True):

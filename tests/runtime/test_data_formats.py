@@ -7,7 +7,14 @@ from typing import Any
 import pytest
 
 from lazysched.errors import UsageError
-from lazysched.runtime.data_formats import Conversation, PlainText, parse_rows, read_rows
+from lazysched.runtime.data import files
+from lazysched.runtime.data.files import PlacedRow
+from lazysched.runtime.data.formats import parse_rows
+from lazysched.runtime.data.row import Conversation, PlainText, TrainingText
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    return [row.values for row in files.read_rows(path)]
 
 
 def write(tmp_path: Path, content: str | bytes) -> Path:
@@ -56,8 +63,13 @@ class TestReadRows:
             read_rows(tmp_path)
 
 
-def parse_one(**row: Any) -> Conversation | PlainText:
-    return parse_rows([row], "rows.json")[0]
+def parse(rows: list[dict[str, Any]]) -> list[TrainingText]:
+    placed = (PlacedRow(f"rows.json: row {number}", row) for number, row in enumerate(rows, 1))
+    return [row.text for row in parse_rows(placed)]
+
+
+def parse_one(**row: Any) -> TrainingText:
+    return parse([row])[0]
 
 
 USER, ANSWER = {"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}
@@ -85,15 +97,15 @@ class TestFormats:
         assert parse_one(instruction="2+2?", output="4", text="### 2+2? 4") == Conversation((USER, ANSWER))
 
     def test_unknown_format_names_what_was_found_and_what_is_known(self) -> None:
-        with pytest.raises(UsageError, match=r"keys 'query', 'response', no known format.*question/answer.*alpaca"):
-            parse_one(query="2+2?", response="4")
+        with pytest.raises(UsageError, match=r"keys 'ask', 'response', no known format.*question/answer.*alpaca"):
+            parse_one(ask="2+2?", response="4")
         with pytest.raises(UsageError, match="keys none, no known format"):
             parse_one()
 
     @pytest.mark.parametrize(
         ("rows", "message"),
         [
-            ([{"text": "a"}, {"txt": "b"}], r"rows.json: row 2: no key 'text'"),
+            ([{"text": "a"}, {"txt": "b"}], r"rows.json: row 2: no key 'text', which the format text needs"),
             ([{"question": "a", "answer": 4}], r"row 1: 'answer' is a int, not a string"),
             ([{"text": None}], r"'text' is a NoneType, not a string"),
             ([{"messages": []}], r"'messages' is not a list of messages"),
@@ -106,5 +118,5 @@ class TestFormats:
     )
     def test_refuses(self, rows: list[dict[str, Any]], message: str) -> None:
         with pytest.raises(UsageError, match=message) as caught:
-            parse_rows(rows, "rows.json")
+            parse(rows)
         assert "\n" not in str(caught.value)
