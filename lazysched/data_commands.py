@@ -25,7 +25,7 @@ CacheOption = Annotated[
     Path | None, typer.Option(help="Folder for tokens. [$LAZYSCHED_TOKENS, else the user's cache, where train looks]")
 ]
 
-app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Look at training data and tokenise it ahead.")
+app = typer.Typer(rich_markup_mode=None, help="Look at training data and tokenise it ahead.")
 
 
 @app.command()
@@ -48,7 +48,8 @@ def preview(
     seq_len: SeqLenOption = 1024,
     num_rows: Annotated[int, typer.Option(min=0, help="The first so many rows.")] = 3,
     rows: Annotated[
-        str | None, typer.Option(metavar="FROM:TO", help="Which rows, counted from 0, TO left out. [0:NUM_ROWS]")
+        str | None,
+        typer.Option(metavar="FROM:TO", help="Which rows, counted from 1, TO left out. [the first NUM_ROWS]"),
     ] = None,
     data_format: FormatOption = None,
     cache_dir: CacheOption = None,

@@ -23,20 +23,23 @@ _NOTES = {
 
 
 def preview_rows(dataset: Dataset, asked: slice | None, num_rows: int) -> range:
-    """Rows to show, counted from 0.
+    """Rows to show, as indices of the store.
 
     Args:
         dataset: loaded.
-        asked: rows counted from 0; None takes the first ones.
+        asked: rows counted from 1, as errors count them; None takes the first ones.
         num_rows: how many without ``asked``.
 
     Raises:
         UsageError: ``asked`` holds no row of the data.
     """
     every = range(len(dataset.store))
-    chosen = every[:num_rows] if asked is None else every[asked]
+    if asked is None:
+        return every[:num_rows]
+    start, stop = (bound - 1 if bound is not None and bound > 0 else bound for bound in (asked.start, asked.stop))
+    chosen = every[start : stop : asked.step]
     if not chosen:
-        raise UsageError(f"rows: none of the data's {len(every)} rows, which count from 0; give others with --rows")
+        raise UsageError(f"rows: none of the data's {len(every)} rows, counted from 1; give others with --rows")
     return chosen
 
 
@@ -45,7 +48,7 @@ def print_preview(dataset: Dataset, rows: range, tokenizer: Any, console: Consol
     for row in rows:
         example, flags = dataset.store.example(row), int(dataset.store.flags[row])
         notes = "".join(f", {note}" for flag, note in _NOTES.items() if flags & flag)
-        head = f"row {row}: {len(example.input_ids)} tokens, {example.num_trained_tokens} trained{notes}"
+        head = f"row {row + 1}: {len(example.input_ids)} tokens, {example.num_trained_tokens} trained{notes}"
         console.print(Text(head, style="bold"), soft_wrap=True)
         for is_trained, pieces in runs(example, tokenizer):
             line = f"{'+' if is_trained else '-'} {_SEPARATOR.join(pieces)}"

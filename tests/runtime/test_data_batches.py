@@ -171,6 +171,45 @@ class TestPacking:
         assert found == [example.input_ids.tolist() for example in dataset.examples]
 
 
+class TestGroups:
+    @settings(deadline=None, max_examples=30)
+    @given(num=st.integers(1, 120), size=st.integers(1, 9), seed=st.integers(0, 99), steps=st.permutations(range(9)))
+    def test_each_epoch_has_each_row_once_in_any_order_of_asking(
+        self, num: int, size: int, seed: int, steps: list[int]
+    ) -> None:
+        batches = Batches(dataset_of(num), size, SEQ_LEN, seed, 0, group_by_length=True)
+        stream = [name for step in range(batches.num_steps(3)) for name in names(batches.batch(step))]
+        for epoch in range(3):
+            assert sorted(stream[epoch * num : (epoch + 1) * num]) == list(range(num))
+        again = Batches(dataset_of(num), size, SEQ_LEN, seed, 0, group_by_length=True)
+        for step in steps:
+            assert same(again.batch(step), batches.batch(step))
+
+    @pytest.mark.parametrize("num", [400, 403])
+    def test_rows_of_a_batch_have_similar_lengths(self, num: int) -> None:
+        """In the second epoch too, where batches begin amid the first one's last."""
+        dataset = dataset_of(num)
+
+        def spread(grouped: bool) -> float:
+            batches = Batches(dataset, 4, SEQ_LEN, 1, 0, group_by_length=grouped)
+            rows = [names(batches.batch(step)) for step in range(batches.num_steps(2))]
+            return float(np.mean([np.ptp(dataset.lengths[row]) for row in rows]))
+
+        assert spread(True) < 0.2
+        assert spread(False) > 2
+
+    def test_batches_do_not_come_by_length(self) -> None:
+        dataset = dataset_of(400)
+        batches = Batches(dataset, 4, SEQ_LEN, 1, 0, group_by_length=True)
+        first = [int(dataset.lengths[names(batches.batch(step))[0]]) for step in range(50)]
+        assert first not in (sorted(first), sorted(first, reverse=True))
+        assert len(set(first)) == 5
+
+    def test_packed_rows_are_not_grouped(self) -> None:
+        with pytest.raises(UsageError, match="group_by_length: packed rows all have one length"):
+            Batches(dataset_of(3), 1, SEQ_LEN, 0, 0, packing=True, group_by_length=True)
+
+
 class TestHeldOut:
     @settings(deadline=None)
     @given(num=st.integers(1, 23), size=st.integers(1, 9))

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from lazysched.errors import UsageError
 from lazysched.runtime.data.formats import IGNORED
-from lazysched.runtime.data.row import Conversation, PlacedText, PlainText, TrainingText
+from lazysched.runtime.data.row import Conversation, PlacedText, PlainText, TokenIds, TrainingText
 from lazysched.runtime.data.tokens import Encoder, TokenRow
 from tests.runtime import tiny_tokenizers as tiny
 from tests.runtime.tiny_tokenizers import make_tokenizer
@@ -137,6 +137,41 @@ class TestTemplate:
             list(conversation(*contents).messages[:-1]), add_generation_prompt=True, return_dict=False
         )
         assert list(row.input_ids[: len(prompt)]) == prompt
+
+
+TOOLS = ({"type": "function", "function": {"name": "add"}},)
+CALL = {"name": "add", "arguments": {"a": 2}}
+WITH_CALL = Conversation(
+    (
+        {"role": "user", "content": "2+2?"},
+        {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": CALL}]},
+        {"role": "tool", "content": "4"},
+        {"role": "assistant", "content": "It is 4"},
+    ),
+    tools=TOOLS,
+)
+
+
+class TestTools:
+    def test_calls_and_answers_are_trained_and_results_are_not(self) -> None:
+        tokenizer = make_tokenizer(tiny.WITH_TOOLS)
+        row = encode(tokenizer, WITH_CALL)
+        assert spans(tokenizer, row) == ['{"name": "add", "arguments": {"a": 2}}<|end|>', "It is 4<|end|>"]
+        assert '"function": {"name": "add"}' in str(tokenizer.decode(row.input_ids)).split("<|start|>user")[0]
+
+    def test_refuses_a_template_that_leaves_tools_out(self) -> None:
+        with pytest.raises(UsageError, match="row 1: tools: the chat template leaves them out"):
+            encode(make_tokenizer(tiny.CHAT), WITH_CALL)
+        with pytest.raises(UsageError, match="row 1, message 2: the chat template leaves out its call of 'add'"):
+            encode(make_tokenizer(tiny.CHAT), Conversation(WITH_CALL.messages))
+        with pytest.raises(UsageError, match="no chat template, which tools need"):
+            encode(make_tokenizer(), WITH_CALL)
+
+
+def test_tokens_made_before_stay_as_they_are() -> None:
+    row = encode(make_tokenizer(tiny.CHAT, adds_bos=True, adds_eos=True), TokenIds((9, 2, 9), (9, -100, 9)))
+    assert row.input_ids.tolist() == [9, 2, 9]
+    assert row.labels.tolist() == [-100, -100, 9]
 
 
 class TestWithoutTemplate:
