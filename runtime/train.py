@@ -76,6 +76,8 @@ def train(
     data: str,
     output_dir: str,
     eval_data: str | None = None,
+    data_format: str | None = None,
+    group_by_length: bool = False,
     init: Literal["pretrained", "random"] = "pretrained",
     device: str | None = None,
     max_steps: int | None = None,
@@ -99,9 +101,12 @@ def train(
     Args:
         plan: solved for this model; another machine than the plan's only draws a warning.
         model: Hugging Face folder, hub name, GGUF file, or a config.json with ``init="random"``.
-        data: JSON or JSONL file.
+        data: JSON, JSONL, CSV or Parquet file, datasets of a ``dataset_info.json``, or a hub name; see
+            ``resolve_data``.
         output_dir: new or empty, or written by an earlier run.
-        eval_data: held-out file; its loss is taken before and after.
+        eval_data: held-out data, named as ``data`` is; their loss is taken before and after.
+        data_format: of both, where their columns fit more than one.
+        group_by_length: rows of a batch have similar lengths; see ``Batches``.
         init: ``random`` draws the weights.
         device: ``cuda`` or ``cpu``; None takes the GPU where there is one.
         max_steps: number of steps; None trains ``num_train_epochs`` epochs.
@@ -133,11 +138,11 @@ def train(
     check_output_dir(folder)
     if trace is not None:
         check_trace_file(Path(trace), folder)
-    inputs = _read_inputs(plan, model, data, eval_data, init, console)
+    inputs = _read_inputs(plan, model, data, eval_data, data_format, init, console)
     _compare_hardware(plan, target, console)
     settings = AdamWSettings(adam_beta1, adam_beta2, adam_epsilon, weight_decay, seed)
     clip_norm = plan.update.clip_norm if max_grad_norm is None else (max_grad_norm or None)
-    batches = _batches(plan, inputs, data, seed, console)
+    batches = _batches(plan, inputs, data, seed, group_by_length, console)
     num_steps = batches.num_steps(num_train_epochs) if max_steps is None else max_steps
     schedule = LearningRateSchedule(learning_rate, lr_scheduler_type, num_steps, warmup_ratio)
     traced = _traced_steps(trace, trace_steps, num_steps)
@@ -234,7 +239,9 @@ def _device(name: str | None) -> torch.device:
     return torch.device("cpu" if name == "cpu" or not available else "cuda")
 
 
-def _read_inputs(plan: Plan, model: str, data: str, eval_data: str | None, init: str, console: Console) -> _Inputs:
+def _read_inputs(
+    plan: Plan, model: str, data: str, eval_data: str | None, data_format: str | None, init: str, console: Console
+) -> _Inputs:
     source = resolve_model(model)
     if init == "pretrained" and not source.has_weights:
         raise UsageError(f"model: {model} has no weights; use --init random or name a folder with safetensors files")
@@ -243,17 +250,20 @@ def _read_inputs(plan: Plan, model: str, data: str, eval_data: str | None, init:
     if num_tokens is None:
         raise UsageError(f"model: {source.config.model_type!r} has no vocab_size; use a decoder-only language model")
     files = [data] if eval_data is None else [data, eval_data]
-    datasets = [data_module.Dataset.load(file, tokenizer, plan.seq_len) for file in files]
+    datasets = [data_module.Dataset.load(file, tokenizer, plan.seq_len, data_format=data_format) for file in files]
     for file, dataset in zip(files, datasets, strict=True):
         console.print(f"{file}: {dataset.report.summary()}", highlight=False, markup=False, soft_wrap=True)
         data_module.check_vocabulary(dataset, num_tokens)
     return _Inputs(source, datasets[0], datasets[1] if eval_data else None, tokenizer.pad_token_id)
 
 
-def _batches(plan: Plan, inputs: _Inputs, data: str, seed: int, console: Console) -> data_module.Batches:
+def _batches(
+    plan: Plan, inputs: _Inputs, data: str, seed: int, group_by_length: bool, console: Console
+) -> data_module.Batches:
     batches = data_module.Batches(
-        inputs.train, plan.batch_size, plan.seq_len, seed, inputs.pad_id, packing=plan.packing
-    )
+        inputs.train, plan.batch_size, plan.seq_len, seed, inputs.pad_id, packing=plan.packing,
+        group_by_length=group_by_length,
+    )  # fmt: skip
     if plan.packing:
         packed = f"{data}: packed into {batches.num_rows} rows of {plan.seq_len} tokens"
         console.print(packed, highlight=False, markup=False, soft_wrap=True)

@@ -206,7 +206,7 @@ def _cut(row: TokenRow, seq_len: int) -> tuple[TokenArray, TokenArray, int]:
     ids, labels = row.input_ids[:seq_len], row.labels[:seq_len]
     flags = TRUNCATED * (len(row.input_ids) > seq_len) | SPLIT_BOUNDARY * row.has_split_boundary
     if not np.any(labels != IGNORED):
-        flags |= TOO_LONG if np.any(row.labels != IGNORED) else UNTRAINED
+        flags = TOO_LONG if np.any(row.labels != IGNORED) else UNTRAINED
     return ids, labels, flags
 
 
