@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import importlib
 import importlib.util
 import json
 from collections.abc import Iterator
@@ -149,12 +150,11 @@ def _csv_rows(path: Path) -> Iterator[PlacedRow]:
 def _parquet_rows(path: Path) -> Iterator[PlacedRow]:
     if importlib.util.find_spec("pyarrow") is None:
         raise UsageError(f"{path}: reading Parquet needs pyarrow; pip install 'lazysched[parquet]'")
-    import pyarrow
-    import pyarrow.parquet
+    pyarrow, parquet = importlib.import_module("pyarrow"), importlib.import_module("pyarrow.parquet")
 
     number = 0
     try:
-        with pyarrow.parquet.ParquetFile(path) as file:
+        with parquet.ParquetFile(path) as file:
             for batch in file.iter_batches():
                 for values in batch.to_pylist():
                     number += 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
 import importlib.util
 import json
 import re
@@ -131,10 +132,8 @@ def _hub(name: str, subset: str | None, split: str, folder: str | None, row_form
 
 
 def _load_hub(name: str, subset: str | None, split: str, folder: str | None) -> Any:
-    import datasets
-
     try:
-        return datasets.load_dataset(name, subset, split=split, data_dir=folder)
+        return importlib.import_module("datasets").load_dataset(name, subset, split=split, data_dir=folder)
     except (OSError, ValueError, RuntimeError) as error:
         reason = " ".join(str(error).split())[:200]
         raise UsageError(f"{name}: the hub gives no such dataset ({reason}); check name, subset and split") from None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lazysched.errors import UsageError
 
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from lazysched.runtime.sources import ModelSource
 
 
-def load_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase:
-    """The tokenizer beside the model's configuration.
+def load_tokenizer(source: ModelSource) -> Any:
+    """The tokenizer beside the model's configuration, with the loose types of transformers.
 
     Raises:
         UsageError: there is none, or it cannot be read.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 import sys
@@ -74,8 +75,7 @@ def test_rows_before_a_bad_line_are_read_first(tmp_path: Path) -> None:
 
 def test_parquet(tmp_path: Path) -> None:
     pyarrow = pytest.importorskip("pyarrow")
-    from pyarrow import parquet
-
+    parquet = importlib.import_module("pyarrow.parquet")
     rows = [{"messages": [{"role": "user", "content": "hi"}], "n": 1}, {"messages": [], "n": None}]
     parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
     assert values(tmp_path / "a.parquet") == rows

@@ -137,6 +137,25 @@ def test_losses_are_those_of_transformers(kind: str, packing: bool, tmp_path: Pa
     assert ours == pytest.approx(theirs, rel=RELATIVE_ERROR)
 
 
+def test_packed_samples_have_the_loss_that_they_have_alone(tmp_path: Path) -> None:
+    batch = batches_of(tmp_path, "messages", packing=True)[0]
+    dataset = Dataset.load(tmp_path / "messages.jsonl", make_tokenizer(tiny.CHAT, eos="<|end|>"), SEQ_LEN)
+    model, total = their_model(), 0.0
+    for example in dataset.examples:
+        tokens = example.input_ids.tolist()
+        # A batch of more rows than there are has some samples twice.
+        count = sum(
+            row[start : start + len(tokens)] == tokens
+            for row in batch.input_ids.tolist()
+            for start in range(SEQ_LEN - len(tokens) + 1)
+        )
+        ids, labels = (torch.from_numpy(part.astype("int64"))[None] for part in (example.input_ids, example.labels))
+        with torch.no_grad():
+            loss = model(input_ids=ids, labels=labels).loss
+        total += count * float(loss) * example.num_trained_tokens
+    assert our_losses([batch])[0] == pytest.approx(total / batch.num_trained_tokens, rel=RELATIVE_ERROR)
+
+
 def test_how_a_batch_is_split_does_not_matter(tmp_path: Path) -> None:
     batches = batches_of(tmp_path, "sharegpt")
     assert len({batch.num_trained_tokens for batch in batches}) > 1, "a mean of means would hide behind equal counts"
