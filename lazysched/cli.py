@@ -1,4 +1,4 @@
-"""The command line: ``lazysched profile | solve | explain | simulate | compare | plot | train | quickstart | doctor``.
+"""The command line: ``lazysched profile | solve | explain | simulate | compare | plot | data | train | doctor | ...``.
 
 Nothing here computes. Each command reads its files first, so that a wrong one is refused at once, and imports what
 it runs only then: ``--help`` and ``solve`` never load torch.
@@ -17,7 +17,7 @@ import typer
 from rich.console import Console
 from typer.exceptions import TyperException
 
-from lazysched import doctor_command, file_options, plan_commands, plot_command
+from lazysched import data_commands, doctor_command, file_options, plan_commands, plot_command
 from lazysched.cli_hardware import measure_machine, profile_to_solve
 from lazysched.errors import LazyschedError, UsageError
 from lazysched.outputs import require_folder_of
@@ -277,9 +277,11 @@ def solve(
 def train(
     plan: Annotated[Path, typer.Option(help="What `lazysched solve` wrote.")],
     model: Annotated[str, typer.Option(help="The model that was profiled.")],
-    data: Annotated[str, typer.Option(help="JSON or JSONL file.")],
+    data: data_commands.DataOption,
     output_dir: Annotated[str, typer.Option(help="Folder for the trained model; one of an earlier run is replaced.")],
     eval_data: Annotated[str | None, typer.Option(help="Held-out rows; loss before and after.")] = None,
+    data_format: data_commands.FormatOption = None,
+    group_by_length: Annotated[bool, typer.Option(help="Rows of a batch have similar lengths.")] = False,
     init: Annotated[Literal["pretrained", "random"], typer.Option(help="Where the weights start.")] = "pretrained",
     device: DeviceOption = "auto",
     max_steps: Annotated[int | None, typer.Option(min=1, help="Steps; overrides the epochs.")] = None,
@@ -321,6 +323,8 @@ def train(
         data=data,
         output_dir=output_dir,
         eval_data=eval_data,
+        data_format=data_format,
+        group_by_length=group_by_length,
         init=init,
         device=_explicit(device),
         max_steps=max_steps,
@@ -367,3 +371,4 @@ def _explicit(choice: str) -> str | None:
 plan_commands.register(app)
 plot_command.register(app)
 doctor_command.register(app)
+data_commands.register(app)

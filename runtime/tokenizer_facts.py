@@ -9,8 +9,8 @@ from transformers import AutoTokenizer
 
 from lazysched.doctor.facts import TokenizerFacts
 from lazysched.errors import UsageError
-from lazysched.runtime.data_formats import Conversation, Message, PlainText
-from lazysched.runtime.data_tokens import Encoder
+from lazysched.runtime.data.row import Conversation, Message, PlacedText, PlainText
+from lazysched.runtime.data.tokens import Encoder
 from lazysched.runtime.sources import ModelSource, resolve_model
 
 _MESSAGES: tuple[Message, ...] = ({"role": "user", "content": "2 + 3?"}, {"role": "assistant", "content": "5"})
@@ -37,7 +37,7 @@ def _facts(tokenizer: Any, source: ModelSource) -> TokenizerFacts:
     bos, bos_id = tokenizer.bos_token, tokenizer.bos_token_id
     has_template = bool(tokenizer.chat_template)
     text = Conversation(_MESSAGES) if has_template else PlainText("2 + 3?", "5")
-    (row,) = Encoder(tokenizer, str(source.config_dir)).encode([text])
+    (row,) = Encoder(tokenizer).encode([PlacedText(str(source.config_dir), text)])
     rendered = str(tokenizer.apply_chat_template(list(_MESSAGES), tokenize=False)) if has_template else ""
     alone = tokenizer("5", add_special_tokens=True)["input_ids"]
     return TokenizerFacts(

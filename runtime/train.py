@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from rich.console import Console
-from transformers import AutoTokenizer
 
 from lazysched.chrome_trace import check_trace_file, save_chrome_trace
 from lazysched.errors import LazyschedError, RunError, StoppedError, UsageError
@@ -16,6 +15,7 @@ from lazysched.runtime import data as data_module
 from lazysched.runtime import machine
 from lazysched.runtime.arguments import check_numbers, check_optimizer, choose_device
 from lazysched.runtime.checkpoint import TensorReader, check_output_dir, write_folder
+from lazysched.runtime.data.tokenizer import load_tokenizer
 from lazysched.runtime.folders import undo_cut_swap
 from lazysched.runtime.loop import LOG_FILE, WARM_UP_STEPS, Breaks, History, TrainingLoop, mean_loss
 from lazysched.runtime.progress import ProgressReport
@@ -79,6 +79,8 @@ def train(
     data: str,
     output_dir: str,
     eval_data: str | None = None,
+    data_format: str | None = None,
+    group_by_length: bool = False,
     init: Literal["pretrained", "random"] = "pretrained",
     device: str | None = None,
     max_steps: int | None = None,
@@ -107,9 +109,12 @@ def train(
     Args:
         plan: solved for this model; another machine than the plan's only draws a warning.
         model: Hugging Face folder, hub name, GGUF file, or a config.json with ``init="random"``.
-        data: JSON or JSONL file.
+        data: JSON, JSONL, CSV or Parquet file, datasets of a ``dataset_info.json``, or a hub name; see
+            ``resolve_data``.
         output_dir: new or empty, or written by an earlier run.
-        eval_data: held-out file; its loss is taken before and after.
+        eval_data: held-out data, named as ``data`` is; their loss is taken before and after.
+        data_format: of both, where their columns fit more than one.
+        group_by_length: rows of a batch have similar lengths; see ``Batches``.
         init: ``random`` draws the weights.
         device: ``cuda`` or ``cpu``; None takes the GPU where there is one.
         max_steps: number of steps; None trains ``num_train_epochs`` epochs.
@@ -150,11 +155,11 @@ def train(
     if trace is not None:
         check_trace_file(Path(trace), folder)
     start = choose_checkpoint(folder, resume, resume_from_checkpoint, console)
-    inputs = _read_inputs(plan, model, data, eval_data, init, console)
+    inputs = _read_inputs(plan, model, data, eval_data, data_format, init, console)
     _compare_hardware(plan, target, console)
     settings = AdamWSettings(adam_beta1, adam_beta2, adam_epsilon, weight_decay, seed)
     clip_norm = plan.update.clip_norm if max_grad_norm is None else (max_grad_norm or None)
-    batches = _batches(plan, inputs, data, seed, console)
+    batches = _batches(plan, inputs, data, seed, group_by_length, console)
     num_steps = batches.num_steps(num_train_epochs) if max_steps is None else max_steps
     schedule = LearningRateSchedule(learning_rate, lr_scheduler_type, num_steps, warmup_ratio)
     kept: dict[str, Value] = {
@@ -162,7 +167,7 @@ def train(
         "lr_scheduler_type": lr_scheduler_type, "warmup_ratio": warmup_ratio, "weight_decay": weight_decay,
         "max_grad_norm": clip_norm, "adam_beta1": adam_beta1, "adam_beta2": adam_beta2, "adam_epsilon": adam_epsilon,
     }  # fmt: skip
-    origin = _Origin(fixed_fields(plan, inputs.train, seed), kept, batches)
+    origin = _Origin(fixed_fields(plan, inputs.train, seed, group_by_length), kept, batches)
     history = History() if start is None else _history_of(start, origin, num_steps, console)
     traced = _traced_steps(trace, trace_steps, history.num_done, num_steps)
     recorder = Recorder({*_timed_steps(history.num_done, num_steps), *traced}, target)
@@ -260,36 +265,31 @@ def _traced_steps(trace: str | None, trace_steps: slice | None, num_done: int, n
     return chosen
 
 
-def _tokenizer(folder: Path) -> Any:
-    try:
-        return AutoTokenizer.from_pretrained(folder)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise UsageError(f"{folder}: its tokenizer cannot be read ({reason}); download its files again") from None
-
-
-def _read_inputs(plan: Plan, model: str, data: str, eval_data: str | None, init: str, console: Console) -> _Inputs:
+def _read_inputs(
+    plan: Plan, model: str, data: str, eval_data: str | None, data_format: str | None, init: str, console: Console
+) -> _Inputs:
     source = resolve_model(model)
     if init == "pretrained" and not source.has_weights:
         raise UsageError(f"model: {model} has no weights; use --init random or name a folder with safetensors files")
-    if not source.has_tokenizer:
-        raise UsageError(f"model: {source.config_dir} has no tokenizer; put the tokenizer's files beside config.json")
+    tokenizer = load_tokenizer(source)
     num_tokens = getattr(source.config, "vocab_size", None)
     if num_tokens is None:
         raise UsageError(f"model: {source.config.model_type!r} has no vocab_size; use a decoder-only language model")
-    tokenizer = _tokenizer(source.config_dir)
     files = [data] if eval_data is None else [data, eval_data]
-    datasets = [data_module.Dataset.load(file, tokenizer, plan.seq_len) for file in files]
+    datasets = [data_module.Dataset.load(file, tokenizer, plan.seq_len, data_format=data_format) for file in files]
     for file, dataset in zip(files, datasets, strict=True):
         console.print(f"{file}: {dataset.report.summary()}", highlight=False, markup=False, soft_wrap=True)
         data_module.check_vocabulary(dataset, num_tokens)
     return _Inputs(source, datasets[0], datasets[1] if eval_data else None, tokenizer.pad_token_id)
 
 
-def _batches(plan: Plan, inputs: _Inputs, data: str, seed: int, console: Console) -> data_module.Batches:
+def _batches(
+    plan: Plan, inputs: _Inputs, data: str, seed: int, group_by_length: bool, console: Console
+) -> data_module.Batches:
     batches = data_module.Batches(
-        inputs.train, plan.batch_size, plan.seq_len, seed, inputs.pad_id, packing=plan.packing
-    )
+        inputs.train, plan.batch_size, plan.seq_len, seed, inputs.pad_id, packing=plan.packing,
+        group_by_length=group_by_length,
+    )  # fmt: skip
     if plan.packing:
         packed = f"{data}: packed into {batches.num_rows} rows of {plan.seq_len} tokens"
         console.print(packed, highlight=False, markup=False, soft_wrap=True)

@@ -62,24 +62,14 @@ class TrainingState(Document):
     """Field -> what may change when the run goes on."""
 
 
-def fixed_fields(plan: Plan, dataset: Dataset, seed: int) -> dict[str, Value]:
+def fixed_fields(plan: Plan, dataset: Dataset, seed: int, group_by_length: bool) -> dict[str, Value]:
     """What makes going on meaningless when it changes."""
     formats = {f"stages.{name}.state_format": stage.state_format for name, stage in plan.stages.items()}
     return {
-        "model_id": plan.model_id, "data": data_sha256(dataset), "seed": seed, "batch_size": plan.batch_size,
-        "seq_len": plan.seq_len, "packing": plan.packing, "compute_dtype": plan.compute_dtype,
-        "fp32_state_elements": plan.fp32_state_elements, **formats,
+        "model_id": plan.model_id, "data": dataset.fingerprint, "seed": seed, "batch_size": plan.batch_size,
+        "group_by_length": group_by_length, "seq_len": plan.seq_len, "packing": plan.packing,
+        "compute_dtype": plan.compute_dtype, "fp32_state_elements": plan.fp32_state_elements, **formats,
     }  # fmt: skip
-
-
-def data_sha256(dataset: Dataset) -> str:
-    """Hash of all tokens and labels, in order: the same data in a file of another name are the same."""
-    digest = hashlib.sha256()
-    for example in dataset.examples:
-        digest.update(len(example.input_ids).to_bytes(8, "little"))
-        digest.update(example.input_ids.tobytes())
-        digest.update(example.labels.tobytes())
-    return digest.hexdigest()
 
 
 def plan_sha256(plan: Plan) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,14 @@ from lazysched.errors import UsageError
 from lazysched.quickstart import find_smollm2
 
 ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Tokens of test data stay out of the user's cache."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LAZYSCHED_TOKENS", str(tmp_path_factory.mktemp("tokens")))
+        yield
 
 
 def _absent(what: str) -> None:

@@ -98,6 +98,18 @@ def test_plans_and_profiles_that_contradict_themselves(
     assert not (tmp_path / "out").exists()
 
 
+def test_data_format_and_grouping(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flat, packed = folder / "flat_plan.json", folder / "packed_plan.json"
+    chosen = ["--max-steps", "2", "--data-format", "question/answer", "--group-by-length"]
+    assert train(folder, flat, tmp_path / "grouped", *chosen) == 0
+    capsys.readouterr()
+    assert train(folder, packed, tmp_path / "out", "--group-by-length") == 2
+    assert "group_by_length: packed rows all have one length; leave it or packing out" in capsys.readouterr().err
+    assert train(folder, flat, tmp_path / "out", "--data-format", "text") == 2
+    assert "row 1: no key 'text', which the format text needs" in one_line(capsys)
+    assert not (tmp_path / "out").exists()
+
+
 def test_rows_of_one_token(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     profile = ["profile", str(folder / "model"), "--device", "cpu", "--seq-len", "1", "--packing"]
     assert main([*profile, "-o", str(tmp_path / "profile.json")]) == 2

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from lazysched.errors import UsageError
-from lazysched.runtime.data_formats import Conversation, PlainText, TrainingText
-from lazysched.runtime.data_tokens import IGNORED, Encoder, TokenRow
+from lazysched.runtime.data.formats import IGNORED
+from lazysched.runtime.data.row import Conversation, PlacedText, PlainText, TokenIds, TrainingText
+from lazysched.runtime.data.tokens import Encoder, TokenRow
 from tests.runtime import tiny_tokenizers as tiny
 from tests.runtime.tiny_tokenizers import make_tokenizer
 
@@ -28,8 +29,13 @@ def conversation(*contents: str, first_trained: int = 0, system: str | None = No
     return Conversation(tuple(messages), first_trained)
 
 
+def encode_all(tokenizer: Any, texts: list[TrainingText]) -> list[TokenRow]:
+    placed = (PlacedText(f"rows.json: row {number}", text) for number, text in enumerate(texts, 1))
+    return list(Encoder(tokenizer).encode(placed))
+
+
 def encode(tokenizer: Any, text: TrainingText) -> TokenRow:
-    (row,) = Encoder(tokenizer, "rows.json").encode([text])
+    (row,) = encode_all(tokenizer, [text])
     assert row.input_ids.dtype == row.labels.dtype == np.int32
     trained = row.labels != IGNORED
     np.testing.assert_array_equal(row.labels[trained], row.input_ids[trained])
@@ -133,6 +139,41 @@ class TestTemplate:
         assert list(row.input_ids[: len(prompt)]) == prompt
 
 
+TOOLS = ({"type": "function", "function": {"name": "add"}},)
+CALL = {"name": "add", "arguments": {"a": 2}}
+WITH_CALL = Conversation(
+    (
+        {"role": "user", "content": "2+2?"},
+        {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": CALL}]},
+        {"role": "tool", "content": "4"},
+        {"role": "assistant", "content": "It is 4"},
+    ),
+    tools=TOOLS,
+)
+
+
+class TestTools:
+    def test_calls_and_answers_are_trained_and_results_are_not(self) -> None:
+        tokenizer = make_tokenizer(tiny.WITH_TOOLS)
+        row = encode(tokenizer, WITH_CALL)
+        assert spans(tokenizer, row) == ['{"name": "add", "arguments": {"a": 2}}<|end|>', "It is 4<|end|>"]
+        assert '"function": {"name": "add"}' in str(tokenizer.decode(row.input_ids)).split("<|start|>user")[0]
+
+    def test_refuses_a_template_that_leaves_tools_out(self) -> None:
+        with pytest.raises(UsageError, match="row 1: tools: the chat template leaves them out"):
+            encode(make_tokenizer(tiny.CHAT), WITH_CALL)
+        with pytest.raises(UsageError, match="row 1, message 2: the chat template leaves out its call of 'add'"):
+            encode(make_tokenizer(tiny.CHAT), Conversation(WITH_CALL.messages))
+        with pytest.raises(UsageError, match="no chat template, which tools need"):
+            encode(make_tokenizer(), WITH_CALL)
+
+
+def test_tokens_made_before_stay_as_they_are() -> None:
+    row = encode(make_tokenizer(tiny.CHAT, adds_bos=True, adds_eos=True), TokenIds((9, 2, 9), (9, -100, 9)))
+    assert row.input_ids.tolist() == [9, 2, 9]
+    assert row.labels.tolist() == [-100, -100, 9]
+
+
 class TestWithoutTemplate:
     def test_question_and_answer_are_two_lines(self) -> None:
         tokenizer = make_tokenizer()
@@ -169,18 +210,18 @@ class TestWithoutTemplate:
 
     def test_refuses_a_tokenizer_without_an_end(self) -> None:
         with pytest.raises(UsageError, match="no eos_token"):
-            Encoder(make_tokenizer(eos=None), "rows.json")
+            Encoder(make_tokenizer(eos=None))
 
 
 def test_rows_keep_their_order_and_number_across_chunks() -> None:
     tokenizer = make_tokenizer(tiny.CHAT)
     texts: list[TrainingText] = [PlainText(f"{i}", "a") if i % 3 else conversation(f"{i}", "a") for i in range(1100)]
-    decoded = [str(tokenizer.decode(row.input_ids)) for row in Encoder(tokenizer, "rows.json").encode(texts)]
+    decoded = [str(tokenizer.decode(row.input_ids)) for row in encode_all(tokenizer, texts)]
     numbers = [re.findall(r"\d+", text)[0] for text in decoded]
     assert numbers == [str(i) for i in range(1100)]
     texts[1050] = Conversation(({"role": "assistant", "content": "a"},))
     with pytest.raises(UsageError, match="row 1051:"):
-        list(Encoder(tokenizer, "rows.json").encode(texts))
+        encode_all(tokenizer, texts)
 
 
 def test_importing_the_data_modules_loads_no_transformers(tmp_path: Path) -> None:

@@ -21,6 +21,12 @@ DROPPING_OLD_THOUGHTS = (
     "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
 )
 COUNTING_MESSAGES = "{{ messages | length }} " + CHAT
+WITH_TOOLS = (
+    "{% if tools %}<|start|>system\ntools {{ tools | tojson }}<|end|>\n{% endif %}"
+    "{% for m in messages %}<|start|>{{ m['role'] }}\n{{ m['content'] }}"
+    "{% for call in m['tool_calls'] or [] %}{{ call['function'] | tojson }}{% endfor %}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
+)
 REFUSING_SYSTEM = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no\nsystem') }}{% endif %}" + CHAT
 
 

@@ -7,7 +7,8 @@ Spans are positions, never token values: the padding token is often also the one
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -16,13 +17,12 @@ import numpy as np
 import numpy.typing as npt
 
 from lazysched.errors import UsageError
-from lazysched.runtime.data_formats import Conversation, Message, PlainText, TrainingText
+from lazysched.runtime.data.formats import IGNORED
+from lazysched.runtime.data.row import Conversation, Message, PlacedText, PlainText, TokenIds
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-IGNORED = -100
-"""Label of a token that is not trained."""
 TokenArray = npt.NDArray[np.int32]
 _ROWS_AT_ONCE = 512
 """Rows whose Python lists of tokens exist at once."""
@@ -65,16 +65,15 @@ class Encoder:
 
     Args:
         tokenizer: its chat template, if it has one, is used for conversations.
-        source: the file's name for errors.
 
     Raises:
         UsageError: the tokenizer has no token that ends a text.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, source: str) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         # The signatures of tokenizers change between releases of transformers, their behaviour here does not.
         self._tokenizer: Any = tokenizer
-        self._source = source
+        self._tools_are_shown = False
         if tokenizer.eos_token_id is None:
             raise UsageError("tokenizer: it has no eos_token, so no answer could end; set eos_token in its files")
         self._eos_id = int(self._tokenizer.eos_token_id)
@@ -82,41 +81,61 @@ class Encoder:
         added = self._tokenizer.added_tokens_decoder.items()
         self._special_ids = {index for index, token in added if token.special} | set(self._tokenizer.all_special_ids)
 
-    def encode(self, texts: Sequence[TrainingText]) -> Iterator[TokenRow]:
-        """One row of tokens per text, in order.
+    def encode(self, texts: Iterable[PlacedText]) -> Iterator[TokenRow]:
+        """One row of tokens per text, in order; texts are asked for a few hundred at a time.
 
         Raises:
             UsageError: the template refuses a row, or its turns cannot be told apart; the row is named.
         """
-        for first in range(0, len(texts), _ROWS_AT_ONCE):
-            rows = texts[first : first + _ROWS_AT_ONCE]
-            rendered = [self._render(text, f"{self._source}: row {first + i}") for i, text in enumerate(rows, 1)]
+        remaining = iter(texts)
+        while rows := list(itertools.islice(remaining, _ROWS_AT_ONCE)):
+            rendered = [self._render(row) for row in rows]
             ids = {templated: self._token_ids(rendered, templated) for templated in (False, True)}
             for row in rendered:
-                yield self._label(row, ids[row.is_templated])
+                yield row if isinstance(row, TokenRow) else self._label(row, ids[row.is_templated])
 
-    def _render(self, text: TrainingText, where: str) -> _Rendered:
+    def _render(self, row: PlacedText) -> _Rendered | TokenRow:
+        text = row.text
+        if isinstance(text, TokenIds):
+            ids, labels = (np.array(values, dtype=np.int32) for values in (text.input_ids, text.labels))
+            labels[:1] = IGNORED
+            return TokenRow(ids, labels, has_split_boundary=False)
         if isinstance(text, Conversation) and self._tokenizer.chat_template:
-            return self._render_template(text, where)
-        plain = _without_template(text, where) if isinstance(text, Conversation) else text
+            return self._render_template(text, row.place)
+        plain = _without_template(text, row.place) if isinstance(text, Conversation) else text
         whole = plain.prompt + plain.completion
         return _Rendered(whole, (_Turn(plain.prompt, whole),), is_templated=False)
 
     def _render_template(self, conversation: Conversation, where: str) -> _Rendered:
         messages = conversation.messages
-        whole = self._apply(messages, where, add_generation_prompt=False)
+
+        def render(count: int, *, prompt: bool) -> str:
+            return self._apply(messages[:count], conversation.tools, where, add_generation_prompt=prompt)
+
+        whole = render(len(messages), prompt=False)
+        self._check_tools(conversation, whole, where)
         turns = []
         for index in range(conversation.first_trained, len(messages)):
             if messages[index]["role"] != "assistant":
                 continue
             if index == 0:
                 raise UsageError(f"{where}: the first message is the assistant's; put the user's message before it")
-            prompt = self._apply(messages[:index], where, add_generation_prompt=True)
-            through = whole
-            if index + 1 < len(messages):
-                through = self._apply(messages[: index + 1], where, add_generation_prompt=False)
-            turns.append(self._checked_turn(prompt, through, whole, f"{where}, message {index + 1}"))
+            through = whole if index + 1 == len(messages) else render(index + 1, prompt=False)
+            turn = self._checked_turn(render(index, prompt=True), through, whole, f"{where}, message {index + 1}")
+            _check_calls(messages[index], turn, f"{where}, message {index + 1}")
+            turns.append(turn)
         return _Rendered(whole, tuple(turns), is_templated=True)
+
+    def _check_tools(self, conversation: Conversation, whole: str, where: str) -> None:
+        """Refuse a template that says nothing of tools: the model would learn to call what it was never told of."""
+        if not conversation.tools or self._tools_are_shown:
+            return
+        if self._apply(conversation.messages, (), where, add_generation_prompt=False) == whole:
+            raise UsageError(
+                f"{where}: tools: the chat template leaves them out; use a chat_template that knows tools, or drop "
+                f"the column"
+            )
+        self._tools_are_shown = True
 
     def _checked_turn(self, prompt: str, through: str, whole: str, where: str) -> _Turn:
         if not whole.startswith(through):
@@ -129,20 +148,23 @@ class Encoder:
             )
         return _Turn(prompt, through)
 
-    def _apply(self, messages: Sequence[Message], where: str, *, add_generation_prompt: bool) -> str:
+    def _apply(
+        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], where: str, *, add_generation_prompt: bool
+    ) -> str:
         try:
             return str(
                 self._tokenizer.apply_chat_template(
-                    list(messages), tokenize=False, add_generation_prompt=add_generation_prompt
+                    list(messages), tools=list(tools) or None, tokenize=False,
+                    add_generation_prompt=add_generation_prompt,
                 )
-            )
+            )  # fmt: skip
         except jinja2.TemplateError as error:
             reason = " ".join(str(error).split())
             raise UsageError(f"{where}: the chat template refuses it ({reason}); change the row") from None
 
-    def _token_ids(self, rows: Sequence[_Rendered], templated: bool) -> dict[str, TokenArray]:
+    def _token_ids(self, rows: Sequence[_Rendered | TokenRow], templated: bool) -> dict[str, TokenArray]:
         """Tokens of every text that the rows of one kind need."""
-        wanted = [row for row in rows if row.is_templated == templated]
+        wanted = [row for row in rows if isinstance(row, _Rendered) and row.is_templated == templated]
         parts = ((row.text, *(part for turn in row.turns for part in (turn.prompt, turn.through))) for row in wanted)
         texts = list(dict.fromkeys(part for row_parts in parts for part in row_parts))
         if not texts:
@@ -192,8 +214,20 @@ class Encoder:
         return last if last > start else end
 
 
+def _check_calls(message: Message, turn: _Turn, where: str) -> None:
+    for call in message.get("tool_calls", ()):
+        name = call["function"]["name"]
+        if name not in turn.through[len(turn.prompt) :]:
+            raise UsageError(
+                f"{where}: the chat template leaves out its call of {name!r}; use a chat_template that knows tools"
+            )
+
+
 def _without_template(conversation: Conversation, where: str) -> PlainText:
     *prompt, answer = conversation.messages
+    has_calls = any("tool_calls" in message for message in conversation.messages)
+    if has_calls or conversation.tools:
+        raise UsageError(f"{where}: the tokenizer has no chat template, which tools need; add one to the tokenizer")
     if answer["role"] != "assistant" or any(message["role"] == "assistant" for message in prompt) or not prompt:
         raise UsageError(
             f"{where}: the tokenizer has no chat template, which conversations need that are more than prompts and "
