@@ -13,9 +13,10 @@ from lazysched.solver.explore import MAX_ROUNDS
 from lazysched.solver.instance import Candidate, Instance, offload_limits
 from lazysched.solver.memory_rows import Budgets
 from lazysched.solver.milp import PlacementProgram
+from lazysched.solver.mixes import best_mix
 from lazysched.solver.options import EVERYTHING, EXECUTABLE, STATE_CHOICES, Scope
 from lazysched.solver.plans import Choices, block_plan, make_plan, stage_plan
-from lazysched.solver.search import improve
+from lazysched.solver.search import improve, rank_s
 from lazysched.solver.window_replay import ChoiceBatch, WindowReplay
 
 GAP, SEED = 0.01, 0
@@ -124,7 +125,7 @@ def _solve_once(task: Task, candidate: Candidate) -> _Once:
     program = PlacementProgram(instance, budgets)
     program.lower_bound_s(task.solve_limit_s)
     relaxed_s = time.perf_counter()
-    start = improve(WindowReplay(instance), budgets, program.rounded(), seed=SEED, max_rounds=MAX_ROUNDS)
+    start = _start(program, WindowReplay(instance), budgets)
     started_s = time.perf_counter()
     outcome = program.solve(gap=GAP, time_limit_s=task.solve_limit_s, seed=SEED, start=start)
     seconds = relaxed_s - began_s + time.perf_counter() - started_s
@@ -132,6 +133,16 @@ def _solve_once(task: Task, candidate: Candidate) -> _Once:
         return _Once(seconds, math.inf, started_s - relaxed_s, None)
     gap = (outcome.objective - outcome.bound) / outcome.objective
     return _Once(seconds, gap, started_s - relaxed_s, _compared(instance, program.choices()))
+
+
+def _start(program: PlacementProgram, replay: WindowReplay, budgets: Budgets) -> Choices:
+    """What the search explores from: the better of two descents."""
+    rounded = program.rounded()
+    mix = best_mix(replay, budgets, rounded, program.shares())
+    starts = [start for start in (rounded, mix) if start is not None]
+    found = [improve(replay, budgets, start, seed=SEED, max_rounds=MAX_ROUNDS) for start in starts]
+    scores = rank_s(replay.evaluate(ChoiceBatch.of(found)), budgets)
+    return found[int(scores.argmin())]
 
 
 def _compared(instance: Instance, choices: Choices) -> tuple[float, float]:

@@ -2,7 +2,7 @@
 
 A bound is taken from a program looser than that of any prefetch depth and D2H lag in question: memory of the
 shallowest, time of the deepest. The plan is sought with one depth and lag: descent, by the quick replay, from the
-program's rounded relaxation.
+program's rounded relaxation and from the best even mix of what blocks save there.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from lazysched.solver.highs import NUM_THREADS
 from lazysched.solver.instance import Candidate, Instance
 from lazysched.solver.memory_rows import Budgets
 from lazysched.solver.milp import PlacementProgram
+from lazysched.solver.mixes import best_mix
 from lazysched.solver.plans import Choices, Found
 from lazysched.solver.search import always, improve, simplified
 from lazysched.solver.stopwatch import Stopwatch
@@ -96,6 +97,10 @@ def explore(task: Task) -> Explored:
         return Explored(instance.candidate, bound_s, None)
     start = program.rounded()
     found = polished(instance, task.budgets, start, task.seed, watch.has_time)
+    mix = best_mix(WindowReplay(instance), task.budgets, start, program.shares()) if watch.has_time() else None
+    if mix is not None:
+        of_mix = polished(instance, task.budgets, mix, task.seed, watch.has_time)
+        found = min((f for f in (found, of_mix) if f is not None), key=lambda f: f.step_s, default=None)
     if found is None:  # with fewer slots there may be room
         found = polished(instance.at(shallowest(instance.candidate)), task.budgets, start, task.seed, watch.has_time)
     return Explored(instance.candidate, bound_s, found)

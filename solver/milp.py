@@ -7,8 +7,11 @@ Objective: T + 1e-5 * GB moved over the links + 1e-6 * GB resident; the small te
 
 from __future__ import annotations
 
+from collections import defaultdict
+
 import pulp
 
+from lazysched.schemas import Tier
 from lazysched.solver.decisions import Decisions, Expression
 from lazysched.solver.highs import Outcome, solve_problem
 from lazysched.solver.instance import Instance
@@ -54,6 +57,15 @@ class PlacementProgram:
             saves=tuple(self._rounded_saves()),
             vocabulary=max(range(len(decisions.v)), key=lambda k: _value(decisions.v[k])),
         )
+
+    def shares(self) -> dict[tuple[str, Tier], float]:
+        """(variant, tier) -> share of the blocks that save so alone in the last relaxed solution."""
+        total: defaultdict[tuple[str, Tier], float] = defaultdict(float)
+        for options, variables in zip(self.decisions.instance.saves, self.decisions.x, strict=True):
+            for option, variable in zip(options, variables, strict=True):
+                if option.segment == 1:
+                    total[option.variant.name, option.tier] += _value(variable) / len(self.decisions.x)
+        return dict(total)
 
     def _rounded_saves(self) -> list[int]:
         """Whole segments where the relaxation has half of one and more, else single blocks."""

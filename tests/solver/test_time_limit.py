@@ -14,13 +14,15 @@ from lazysched.solver import Solution, explore, outer_search, recipes, solve, st
 from lazysched.solver.instance import Candidate, Instance
 from lazysched.solver.memory_rows import Budgets
 from lazysched.solver.milp import PlacementProgram
+from lazysched.solver.options import EXECUTABLE
 from lazysched.solver.plans import Choices
-from lazysched.solver.recipes import RULES
+from lazysched.solver.recipes import rules_within
 from lazysched.solver.search import improve, simplified
 from lazysched.solver.window_replay import WindowReplay
 from tests.solver.synthetic import tiny_profile
 
 MB = 10**6
+RULES = rules_within(EXECUTABLE)
 LIMIT_S = 100.0
 GPU_BYTES = 50 * MB
 PROFILE = tiny_profile(3, micro_batches=(1, 2))
