@@ -7,7 +7,9 @@
 Profiles are those of ``tests/solver/synthetic.py``: Qwen2-like models of 28 to 128 blocks on a fast GPU (H200-like)
 with loose, middle and tight memory, 32 rows of 1024 tokens a step. Per model size, over the three memory sizes:
 ``solve_s`` is the median of one solve of the program, ``gap`` and ``search_s`` the worst of the whole search,
-``gain_over_best_recipe`` the least, ``simulator_error`` the largest. Shares are fractions of 1.
+``gain_over_best_recipe`` the least, ``simulator_error`` the largest. Shares are fractions of 1. These are of plans that
+the runtime executes; figures that begin with ``full_`` are of the program with segments of blocks and files, to which
+all recipes belong. Gains of either are over all recipes.
 """
 
 from __future__ import annotations
@@ -23,20 +25,20 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 from rows import RESULTS, make_row, save_rows
-from solver_peers import SETS, Checked, Selection, check_instances, select_checkpoints
+from solver_peers import SETS, Checked, Selection, beside_square_root_rule, check_instances, select_checkpoints
 from solver_placement import GAP, Measured, Task, measure
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from tests.solver.synthetic import FAST, SHAPE_3B, SHAPE_7B, Shape, large_profile
+from tests.solver.synthetic import FAST, SHAPE_3B, SHAPE_7B, Shape, curve, large_profile
 
 GB = 10**9
 SOLVE_LIMIT_S, SEARCH_LIMIT_S = 20.0, 50.0
 """One solve stops there without its gap; the search may go on for its last part when its limit is over."""
 MEMORIES = ("loose", "middle", "tight")
-NOT_YET = (
-    "segments of the square root of L blocks", "MegaTrain's segments of 4 blocks", "LazyTrain's inputs on NVMe",
-)  # fmt: skip
-"""Of the recipes to compare with; plans have neither segments nor the tier nvme."""
+SCOPES = ("", "full_")
+"""What the runtime executes, and everything."""
+NVME_GB, NVME_READ_BYTES_PER_S, NVME_WRITE_BYTES_PER_S = 2000, 6e9, 5e9
+"""Files of the machine, after data sheets of PCIe 4 drives."""
 
 
 @dataclass(frozen=True)
@@ -69,14 +71,13 @@ def main() -> None:
     if options.smoke:
         _show_case(console, "smoke", _measure_case(SMOKE, 5, 5))
         _show_instances(console, check_instances(4, 1))
-        _show_selection(console, select_checkpoints(4, "two options"))
-        _show_not_yet(console)
+        _show_selection(console, "dynamic program", select_checkpoints(4, "two options"))
+        _show_selection(console, "square-root rule", [beside_square_root_rule(4, "two options")])
         return
     for name in [options.case] if options.case else [*CASES, PEERS, RANDOM]:
         figures = _figures(name, options, console)
         _save(name, figures, options)
     _save("all", _worst(options.machine), options)
-    _show_not_yet(console)
 
 
 def _arguments() -> argparse.Namespace:
@@ -95,9 +96,12 @@ def _arguments() -> argparse.Namespace:
 def _figures(name: str, options: argparse.Namespace, console: Console) -> list[Figure]:
     """Measure one case, show it, and give what is to be saved."""
     if name == PEERS:
-        found = [s for kind in SETS for length in (28, 64) for s in select_checkpoints(length, kind)]
-        _show_selection(console, found)
-        return _selection_figures(found)
+        pairs = [(kind, length) for kind in SETS for length in (28, 64)]
+        found = [s for kind, length in pairs for s in select_checkpoints(length, kind)]
+        _show_selection(console, "dynamic program", found)
+        beside_rule = [beside_square_root_rule(length, kind) for kind, length in pairs]
+        _show_selection(console, "square-root rule", beside_rule)
+        return _selection_figures("dynamic_program", found) + _selection_figures("square_root_rule", beside_rule)
     if name == RANDOM:
         checked = check_instances(options.instances, options.minutes)
         _show_instances(console, checked)
@@ -110,47 +114,61 @@ def _figures(name: str, options: argparse.Namespace, console: Console) -> list[F
     return _case_figures(measured)
 
 
-def _measure_case(case: Case, solve_limit_s: float, search_limit_s: float) -> dict[str, Measured]:
-    profile = large_profile(case.shape, FAST, case.num_blocks)
+def _measure_case(case: Case, solve_limit_s: float, search_limit_s: float) -> dict[str, dict[str, Measured]]:
+    """Scope -> memory -> figures."""
+    plain = large_profile(case.shape, FAST, case.num_blocks)
+    files = {"nvme_read": curve(NVME_READ_BYTES_PER_S), "nvme_write": curve(NVME_WRITE_BYTES_PER_S)}
+    profile = plain.model_copy(update={"links": {**plain.links, **files}})
     return {
-        memory: measure(
-            Task(profile, case.batch_size, gpu_gb * GB, case.host_gb * GB, solve_limit_s, search_limit_s)
-        )
-        for memory, gpu_gb in zip(MEMORIES, case.gpu_gb, strict=True)
+        scope: {
+            memory: measure(
+                Task(
+                    profile, case.batch_size, gpu_gb * GB, case.host_gb * GB, NVME_GB * GB, solve_limit_s,
+                    search_limit_s, everything=bool(scope),
+                )
+            )
+            for memory, gpu_gb in zip(MEMORIES, case.gpu_gb, strict=True)
+        }
+        for scope in SCOPES
     }  # fmt: skip
 
 
-def _case_figures(measured: dict[str, Measured]) -> list[Figure]:
-    every = list(measured.values())
-    figures: list[Figure] = [
-        ("solve_s", statistics.median(m.solve_s for m in every), "s"),
-        ("solve_gap", _finite(max(m.solve_gap for m in every)), ""),
-        ("gap", max(m.search_gap for m in every), ""),
-        ("search_s", max(m.search_s for m in every), "s"),
-        ("gain_over_best_recipe", _finite(min(m.gain for m in every)), ""),
-        ("simulator_error", max(m.worst_error for m in every), ""),
-        ("least_memory_margin", min(m.memory_margin_bytes for m in every), "bytes"),
-    ]
-    for memory, m in measured.items():
-        figures += [
-            (f"{memory}_solve_s", m.solve_s, "s"), (f"{memory}_solve_gap", _finite(m.solve_gap), ""),
-            (f"{memory}_search_s", m.search_s, "s"), (f"{memory}_gap", m.search_gap, ""),
-            (f"{memory}_step_s", m.step_s, "s"), (f"{memory}_simulator_error", m.worst_error, ""),
-        ]  # fmt: skip
-        figures += [(f"{memory}_gain_over {recipe}", gain, "") for recipe, gain in m.gains.items()]
-    return figures
-
-
-def _selection_figures(found: list[Selection]) -> list[Figure]:
+def _case_figures(measured: dict[str, dict[str, Measured]]) -> list[Figure]:
+    recipes_s = {memory: m.recipes_s for memory, m in measured[SCOPES[-1]].items()}
     figures: list[Figure] = []
-    for kind in SETS:
-        own = [s for s in found if s.options == kind]
-        over_rule = [s.ours_s / s.rule_s - 1 for s in own if s.rule_s]
+    for scope, by_memory in measured.items():
+        every = list(by_memory.values())
         figures += [
-            (f"worst_over_dynamic_program, {kind}", max(s.ours_s / s.dynamic_program_s - 1 for s in own), ""),
-            (f"worst_over_square_root_rule, {kind}", max(over_rule, default=None), ""),
+            (f"{scope}solve_s", statistics.median(m.solve_s for m in every), "s"),
+            (f"{scope}solve_gap", _finite(max(m.solve_gap for m in every)), ""),
+            (f"{scope}gap", max(m.search_gap for m in every), ""),
+            (f"{scope}search_s", max(m.search_s for m in every), "s"),
+            (
+                f"{scope}gain_over_best_recipe",
+                _finite(min(m.gain(recipes_s[memory]) for memory, m in by_memory.items())),
+                "",
+            ),
+            (f"{scope}simulator_error", max(m.worst_error for m in every), ""),
+            (f"{scope}least_memory_margin", min(m.memory_margin_bytes for m in every), "bytes"),
         ]
+        for memory, m in by_memory.items():
+            figures += [
+                (f"{scope}{memory}_solve_s", m.solve_s, "s"),
+                (f"{scope}{memory}_solve_gap", _finite(m.solve_gap), ""),
+                (f"{scope}{memory}_search_s", m.search_s, "s"), (f"{scope}{memory}_gap", m.search_gap, ""),
+                (f"{scope}{memory}_step_s", m.step_s, "s"),
+                (f"{scope}{memory}_simulator_error", m.worst_error, ""),
+            ]  # fmt: skip
+            gains = m.gains(recipes_s[memory])
+            figures += [(f"{scope}{memory}_gain_over {recipe}", gain, "") for recipe, gain in gains.items()]
     return figures
+
+
+def _selection_figures(peer: str, found: list[Selection]) -> list[Figure]:
+    return [
+        (f"worst_over_{peer}, {kind}", max(s.ours_s / s.peer_s - 1 for s in found if s.options == kind), "")
+        for kind in SETS
+    ]
 
 
 def _worst(machine: str) -> list[Figure]:
@@ -161,11 +179,14 @@ def _worst(machine: str) -> list[Figure]:
         own = [r["value"] for r in rows if r["case"] in CASES and r["metric"] == metric and r["machine"] == machine]
         return own if len(own) == len(CASES) and None not in own else []
 
-    return [
-        ("worst_gain_over_best_recipe", min(saved("gain_over_best_recipe"), default=None), ""),
-        ("worst_simulator_error", max(saved("simulator_error"), default=None), ""),
-        ("least_memory_margin", min(saved("least_memory_margin"), default=None), "bytes"),
-    ]
+    figures: list[Figure] = []
+    for scope in SCOPES:
+        figures += [
+            (f"{scope}worst_gain_over_best_recipe", min(saved(f"{scope}gain_over_best_recipe"), default=None), ""),
+            (f"{scope}worst_simulator_error", max(saved(f"{scope}simulator_error"), default=None), ""),
+            (f"{scope}least_memory_margin", min(saved(f"{scope}least_memory_margin"), default=None), "bytes"),
+        ]
+    return figures
 
 
 def _save(case: str, figures: list[Figure], options: argparse.Namespace) -> None:
@@ -182,18 +203,18 @@ def _finite(value: float) -> float | None:
 # ---- tables
 
 
-def _show_case(console: Console, name: str, measured: dict[str, Measured]) -> None:
-    table = Table(title=f"{name}: one solve to {GAP:.0%}, and the search", title_justify="left")
+def _show_case(console: Console, name: str, measured: dict[str, dict[str, Measured]]) -> None:
+    for scope, by_memory in measured.items():
+        _show_solves(console, f"{name}, {'segments and files too' if scope else 'what is executed'}", by_memory)
+        recipes_s = {memory: m.recipes_s for memory, m in measured[SCOPES[-1]].items()}
+        _show_gains(console, by_memory, recipes_s)
+
+
+def _show_solves(console: Console, title: str, measured: dict[str, Measured]) -> None:
+    table = Table(title=f"{title}: one solve to {GAP:.0%}, and the search", title_justify="left")
     for column in (
-        "memory",
-        "one solve",
-        "its gap",
-        "search",
-        "its gap",
-        "step",
-        "program over simulator",
-        "memory margin",
-    ):
+        "memory", "one solve", "its gap", "search", "its gap", "step", "program over simulator", "memory margin",
+    ):  # fmt: skip
         table.add_column(column, justify="right")
     for memory, m in measured.items():
         table.add_row(
@@ -202,14 +223,18 @@ def _show_case(console: Console, name: str, measured: dict[str, Measured]) -> No
             f"{m.memory_margin_bytes / 1e6:.1f} MB",
         )  # fmt: skip
     console.print(table)
-    gains = Table(title=f"{name}: gain over each recipe", title_justify="left")
-    gains.add_column("recipe")
-    for memory in measured:
-        gains.add_column(memory, justify="right")
-    for recipe in next(iter(measured.values())).gains:
-        found = [m.gains[recipe] for m in measured.values()]
-        gains.add_row(recipe, *("does not fit" if gain is None else f"{gain:+.2%}" for gain in found))
-    console.print(gains)
+
+
+def _show_gains(console: Console, measured: dict[str, Measured], recipes_s: dict[str, dict[str, float | None]]) -> None:
+    gains = {memory: m.gains(recipes_s[memory]) for memory, m in measured.items()}
+    table = Table(title="gain over each recipe", title_justify="left")
+    table.add_column("recipe")
+    for memory in gains:
+        table.add_column(memory, justify="right")
+    for recipe in next(iter(gains.values())):
+        found = [of_memory.get(recipe) for of_memory in gains.values()]
+        table.add_row(recipe, *("does not fit" if gain is None else f"{gain:+.2%}" for gain in found))
+    console.print(table)
 
 
 def _show_instances(console: Console, checked: Checked) -> None:
@@ -221,21 +246,13 @@ def _show_instances(console: Console, checked: Checked) -> None:
         console.print(line, markup=False)
 
 
-def _show_selection(console: Console, found: list[Selection]) -> None:
+def _show_selection(console: Console, peer: str, found: list[Selection]) -> None:
     table = Table(title="checkpoint selection: seconds recomputed", title_justify="left")
-    for column in ("options", "blocks", "kept", "lazysched", "dynamic program", "square-root rule"):
+    for column in ("options", "blocks", "memory", "lazysched", peer):
         table.add_column(column, justify="right")
     for s in found:
-        table.add_row(
-            s.options, str(s.num_blocks), f"{s.kept_bytes / GB:.2f} GB", f"{s.ours_s:.5f}",
-            f"{s.dynamic_program_s:.5f}", "" if s.rule_s is None else f"{s.rule_s:.5f}",
-        )  # fmt: skip
+        table.add_row(s.options, str(s.num_blocks), f"{s.kept_bytes / GB:.2f} GB", f"{s.ours_s:.5f}", f"{s.peer_s:.5f}")
     console.print(table)
-
-
-def _show_not_yet(console: Console) -> None:
-    for name in NOT_YET:
-        console.print(f"not there yet: {name}")
 
 
 if __name__ == "__main__":

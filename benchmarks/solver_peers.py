@@ -10,17 +10,23 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
+from lazysched.solver.workers import usable_cores
 from tests.solver.checkpointing import (
     Chain,
     checkpoint_profile,
+    equal_blocks_profile,
+    gpu_peak_bytes,
     least_recompute_s,
     plan_keeping,
+    program_plan,
+    recompute_s,
+    square_root_plan,
     square_root_rule,
 )
 from tests.solver.random_instances import Scenario, broken_promises
 from tests.solver.synthetic import SHAPE_3B
 
-NUM_PROCESSES = 2
+NUM_PROCESSES = usable_cores()
 TIME_LIMIT_S, GAP = 0.1, 0.01
 """Of one random instance: promises must hold wherever the search stops."""
 SETS = {"two options": ("all", "input"), "all variants": ("all", "half", "tenth", "input")}
@@ -69,24 +75,23 @@ def check_seed(seed: int) -> list[str] | None:
 
 @dataclass(frozen=True)
 class Selection:
-    """Seconds recomputed with one budget: ours, the dynamic program's, and, at its own budget, the square-root rule's.
-
-    The rule shares a segment's input among blocks, which no plan does yet.
-    """
+    """Seconds recomputed with one budget: ours and a peer's."""
 
     options: str
     num_blocks: int
     kept_bytes: int
     ours_s: float
-    dynamic_program_s: float
-    rule_s: float | None
+    peer_s: float
 
 
 def select_checkpoints(num_blocks: int, options: str) -> list[Selection]:
-    """Ours and the peers', at the memory of the square-root rule and at one, two and three quarters of all memory."""
+    """Unequal blocks, none in segments, beside the dynamic program.
+
+    At the memory of the square-root rule and at one, two and three quarters of all memory.
+    """
     profile = checkpoint_profile(SHAPE_3B, num_blocks, SETS[options])
     chain = Chain.of(profile)
-    rule_bytes, rule_s = square_root_rule(chain)
+    rule_bytes, _ = square_root_rule(chain)
     between = [chain.least_bytes + (chain.most_bytes - chain.least_bytes) * k // 4 for k in (1, 2, 3)]
     selections = []
     for kept_bytes in (rule_bytes, *between):
@@ -94,6 +99,14 @@ def select_checkpoints(num_blocks: int, options: str) -> list[Selection]:
             continue
         plan = plan_keeping(profile, chain, kept_bytes, gap=PROGRAM_GAP, time_limit_s=PROGRAM_LIMIT_S)
         optimum_s = least_recompute_s(chain.sizes, chain.recompute_s, kept_bytes)
-        at_rule = rule_s if kept_bytes == rule_bytes else None
-        selections.append(Selection(options, num_blocks, kept_bytes, chain.recomputed_s(plan), optimum_s, at_rule))
+        selections.append(Selection(options, num_blocks, kept_bytes, chain.recomputed_s(plan), optimum_s))
     return selections
+
+
+def beside_square_root_rule(num_blocks: int, options: str) -> Selection:
+    """Ours with segments of 2 and 4, and the rule's plan, of equal blocks; both lowered, at the rule's GPU peak."""
+    profile = equal_blocks_profile(SHAPE_3B, num_blocks, SETS[options])
+    rule = square_root_plan(profile)
+    gpu_bytes = gpu_peak_bytes(rule, profile)
+    ours = program_plan(profile, gpu_bytes, gap=PROGRAM_GAP, time_limit_s=PROGRAM_LIMIT_S)
+    return Selection(options, num_blocks, gpu_bytes, recompute_s(ours, profile), recompute_s(rule, profile))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from lazysched.schemas import Plan, Profile, Update
@@ -12,25 +13,37 @@ from lazysched.solver.explore import MAX_ROUNDS
 from lazysched.solver.instance import Candidate, Instance, offload_limits
 from lazysched.solver.memory_rows import Budgets
 from lazysched.solver.milp import PlacementProgram
-from lazysched.solver.options import STATE_CHOICES
+from lazysched.solver.options import EVERYTHING, EXECUTABLE, STATE_CHOICES, Scope
 from lazysched.solver.plans import Choices, block_plan, make_plan, stage_plan
 from lazysched.solver.search import improve
 from lazysched.solver.window_replay import ChoiceBatch, WindowReplay
 
 GAP, SEED = 0.01, 0
-UNLIMITED = Budgets(1e6, 1e6)
+UNLIMITED = Budgets(1e6, 1e6, nvme_gb=1e6)
 
 
 @dataclass(frozen=True)
 class Task:
-    """What is solved: a profile, rows a step and budgets in bytes; seconds that solver and search may take."""
+    """What is solved: a profile, rows a step and budgets in bytes; seconds that solver and search may take.
+
+    Attributes:
+        nvme_bytes: of files, which only plans that no runtime executes yet may use.
+        everything: whether such plans, with files and segments of blocks, are looked for.
+    """
 
     profile: Profile
     batch_size: int
     gpu_bytes: int
     host_bytes: int
+    nvme_bytes: int
     solve_limit_s: float
     search_limit_s: float
+    everything: bool
+
+    @property
+    def scope(self) -> Scope:
+        """Tiers and segments that plans may have."""
+        return EVERYTHING if self.everything else EXECUTABLE
 
 
 @dataclass(frozen=True)
@@ -44,7 +57,7 @@ class Measured:
         search_s: the whole search.
         search_gap: reported by it.
         step_s: of its plan, simulated.
-        gains: recipe -> its step over the plan's, less 1; None where it does not fit.
+        recipes_s: recipe -> its step, simulated; None where it does not fit.
         errors: program's period over simulated step, less 1, for the program's choices and for the search's plan.
         memory_margin_bytes: least of what program or plan predict beyond the simulator's GPU peak; never negative.
     """
@@ -55,7 +68,7 @@ class Measured:
     search_s: float
     search_gap: float
     step_s: float
-    gains: dict[str, float | None]
+    recipes_s: dict[str, float | None]
     errors: list[float]
     memory_margin_bytes: float
 
@@ -64,10 +77,13 @@ class Measured:
         """Largest of ``errors`` either way."""
         return max(map(abs, self.errors))
 
-    @property
-    def gain(self) -> float:
-        """Over the best recipe that fits; infinite where none does."""
-        return min((gain for gain in self.gains.values() if gain is not None), default=math.inf)
+    def gains(self, recipes_s: Mapping[str, float | None]) -> dict[str, float | None]:
+        """Recipe -> its step over this plan's, less 1; None where it does not fit."""
+        return {name: step_s and step_s / self.step_s - 1 for name, step_s in recipes_s.items()}
+
+    def gain(self, recipes_s: Mapping[str, float | None]) -> float:
+        """Over the best of the recipes that fit; infinite where none does."""
+        return min((gain for gain in self.gains(recipes_s).values() if gain is not None), default=math.inf)
 
 
 def measure(task: Task) -> Measured:
@@ -75,21 +91,19 @@ def measure(task: Task) -> Measured:
     began_s = time.perf_counter()
     solution = solve(
         task.profile, batch_size=task.batch_size, gpu_memory_bytes=task.gpu_bytes, host_memory_bytes=task.host_bytes,
+        nvme_bytes=task.nvme_bytes if task.everything else 0, executable_only=not task.everything,
         time_limit_s=task.search_limit_s, gap=GAP, seed=SEED,
     )  # fmt: skip
     search_s = time.perf_counter() - began_s
     report = solution.plan.solver
     assert report is not None
     once = _solve_once(task, replace(_best_candidate(solution), prefetch_depth=1))
-    found = _found_instance(task.profile, solution.plan)
+    found = _found_instance(task, solution.plan)
     of_plan = _compared(found, choices_of(found, solution.plan))
     compared = [of_plan] if once.compared is None else [once.compared, of_plan]
-    gains = {
-        recipe.name: None if recipe.timeline is None else recipe.timeline.step_s / solution.timeline.step_s - 1
-        for recipe in solution.recipes
-    }
+    recipes_s = {recipe.name: recipe.timeline and recipe.timeline.step_s for recipe in solution.recipes}
     return Measured(
-        once.seconds, once.gap, once.start_s, search_s, report.gap, solution.timeline.step_s, gains,
+        once.seconds, once.gap, once.start_s, search_s, report.gap, solution.timeline.step_s, recipes_s,
         [pair[0] for pair in compared], min(pair[1] for pair in compared),
     )  # fmt: skip
 
@@ -103,8 +117,9 @@ class _Once:
 
 
 def _solve_once(task: Task, candidate: Candidate) -> _Once:
-    instance = Instance(task.profile, candidate, "hybrid8", Update())
-    budgets = Budgets(instance.usable_gpu_gb(task.gpu_bytes), task.host_bytes / 1e9)
+    instance = Instance(task.profile, candidate, "hybrid8", Update(), (), task.scope)
+    nvme_gb = task.nvme_bytes / 1e9 if task.everything else 0.0
+    budgets = Budgets(instance.usable_gpu_gb(task.gpu_bytes), task.host_bytes / 1e9, nvme_gb=nvme_gb)
     began_s = time.perf_counter()
     program = PlacementProgram(instance, budgets)
     program.lower_bound_s(task.solve_limit_s)
@@ -145,13 +160,14 @@ def _best_candidate(solution: Solution) -> Candidate:
     return solution.tried[min(found)[1]].candidate
 
 
-def _found_instance(profile: Profile, plan: Plan) -> Instance:
+def _found_instance(task: Task, plan: Plan) -> Instance:
     """The instance of which ``plan`` is a choice, with the smallest size that may leave for the host."""
-    for limit in offload_limits(profile, plan.micro_batch):
+    segments = tuple(sorted({1, *(choice.segment for choice in plan.stages.values())}))
+    for limit in offload_limits(task.profile, plan.micro_batch):
         candidate = Candidate(
-            plan.micro_batch, plan.accumulation, plan.prefetch_depth, plan.d2h_lag, limit, plan.host_memory
+            plan.micro_batch, plan.accumulation, plan.prefetch_depth, plan.d2h_lag, limit, plan.host_memory, segments
         )
-        instance = Instance(profile, candidate, "hybrid8", plan.update)
+        instance = Instance(task.profile, candidate, "hybrid8", plan.update, (), task.scope)
         if all(None not in _options(instance, plan, i) for i in range(instance.num_blocks)):
             return instance
     raise AssertionError("a plan with options that no instance has")

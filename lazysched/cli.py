@@ -17,7 +17,7 @@ import typer
 from rich.console import Console
 from typer.exceptions import TyperException
 
-from lazysched import plan_commands, plot_command
+from lazysched import file_options, plan_commands, plot_command
 from lazysched.cli_hardware import measure_machine, profile_to_solve
 from lazysched.errors import LazyschedError, UsageError
 from lazysched.outputs import require_folder_of
@@ -206,7 +206,14 @@ def solve(
     host_memory: Annotated[
         str | None, typer.Option(help="Most host memory, as 100GB. [what was free, beside a GPU less 8 GB]")
     ] = None,
-    nvme: Annotated[str, typer.Option(help="Most bytes of files, as 500GB.")] = "0",
+    nvme: Annotated[str | None, typer.Option(help="Most bytes of files, as 200GB. [none]")] = None,
+    nvme_dir: Annotated[Path | None, typer.Option(help="Folder for them; has to have room for --nvme.")] = None,
+    not_executable: Annotated[
+        bool,
+        typer.Option(
+            "--not-executable", help="Also plans that the runtime cannot run yet, to look at; train refuses them."
+        ),
+    ] = False,
     pin: Annotated[
         list[str] | None,
         typer.Option(metavar="DECISION", help="Fix a decision, as block[0:4].weights=gpu; repeat it for more."),
@@ -237,16 +244,18 @@ def solve(
     """Find the fastest plan that fits the memory, for PROFILE, or by an estimate: --hardware NAME --model CONFIG."""
     require_folder_of(output)
     rows = plan_commands.parse_batch_size(batch_size)
-    budgets = plan_commands.parse_sweep_option(sweep, rows, gpu_memory, host_memory)
+    given = {"gpu-memory": gpu_memory, "host-memory": host_memory, "nvme": nvme}
+    budgets = plan_commands.parse_sweep_option(sweep, rows, given)
+    files = file_options.file_settings(nvme, nvme_dir, not_executable, budgets)
     measured = profile_to_solve(profile_file, hardware, model, seq_len, micro_batch)
     gpu_memory_bytes = None if gpu_memory is None else parse_bytes(gpu_memory, "--gpu-memory")
     host_memory_bytes = None if host_memory is None else parse_bytes(host_memory, "--host-memory")
-    nvme_bytes = parse_bytes(nvme, "--nvme")
     settings: dict[str, Any] = {
-        "gpu_memory_bytes": gpu_memory_bytes, "host_memory_bytes": host_memory_bytes, "nvme_bytes": nvme_bytes,
+        "gpu_memory_bytes": gpu_memory_bytes, "host_memory_bytes": host_memory_bytes, **files,
         "pins": pin or [], "max_grad_norm": max_grad_norm or None, "check_finite": finite_check,
         "optimizer_state": optimizer_state, "time_limit_s": time_limit, "gap": gap, "seed": seed,
     }  # fmt: skip
+    settings = file_options.without_unexecuted_files(settings)
     console = Console()
     if budgets is not None:
         plan_commands.solve_sweep(measured, budgets, {"batch_size": rows, **settings}, output, console)
@@ -259,6 +268,7 @@ def solve(
     else:
         solution = find_plan(measured, batch_size=rows, **settings)
     print_solution(solution, measured, console)
+    file_options.say_if_not_executable(solution.plan, console)
     solution.plan.save(output)
     console.print(f"wrote {output}", highlight=False, markup=False)
 

@@ -31,10 +31,13 @@ class UsageError(LazyschedError, ValueError):
 
 @dataclass(frozen=True)
 class MoreMemory:
-    """Budgets larger by these bytes; where both are given, neither helps alone."""
+    """Budgets larger by these bytes; where both of GPU and host are given, neither helps alone."""
 
     gpu_bytes: int = 0
     host_bytes: int = 0
+    nvme_bytes: int = 0
+    executable: bool = True
+    """False where it takes plans that the runtime does not execute yet, which were not asked for."""
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 
 from lazysched.errors import UsageError
+from lazysched.file_options import say_if_not_executable
 from lazysched.schemas import Plan, Profile
 
 if TYPE_CHECKING:
@@ -128,10 +129,13 @@ def parse_batch_size(text: str) -> int | None:
     return int(text)
 
 
-def parse_sweep_option(
-    text: str | None, rows: int | None, gpu_memory: str | None, host_memory: str | None
-) -> Sweep | None:
+def parse_sweep_option(text: str | None, rows: int | None, given: Mapping[str, str | None]) -> Sweep | None:
     """The sweep that ``--sweep`` asks for; None without one.
+
+    Args:
+        text: as written.
+        rows: of a step; None for ``auto``.
+        given: option that can be swept, without its dashes -> what it was set to.
 
     Raises:
         UsageError: it cannot be read, or another option contradicts it.
@@ -143,7 +147,7 @@ def parse_sweep_option(
     sweep = parse_sweep(text)
     if rows is None:
         raise UsageError("--batch-size: auto means nothing with --sweep; give a number of rows")
-    if {"gpu-memory": gpu_memory, "host-memory": host_memory}[sweep.flag] is not None:
+    if given[sweep.flag] is not None:
         raise UsageError(f"--{sweep.flag}: means nothing where --sweep sets it; leave one of them out")
     return sweep
 
@@ -162,7 +166,9 @@ def solve_sweep(profile: Profile, sweep: Sweep, settings: Mapping[str, Any], out
     save_frontier(table_file, points)
     written = [table_file]
     if output != table_file:
-        best_of(points).model_copy(update={"profile": profile}).save(output)
+        plan = best_of(points)
+        say_if_not_executable(plan, console)
+        plan.model_copy(update={"profile": profile}).save(output)
         written.append(output)
     console.print(f"wrote {', '.join(map(str, written))}", highlight=False, markup=False)
 

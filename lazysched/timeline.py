@@ -2,7 +2,8 @@
 
 **Exposed time** is time in which ``compute`` waits for another engine: between the end of the operation before it on
 ``compute`` and the end of its last-finishing predecessor, an operation of ``compute`` is exposed to the engine of that
-predecessor. Where engines run in line, on a CPU, whatever is not compute is exposed. **Idle time** is all of a step in
+predecessor. What of it a file took, read or written on the way to that predecessor, is exposed to the file's engine.
+Where engines run in line, on a CPU, whatever is not compute is exposed. **Idle time** is all of a step in
 which ``compute`` runs nothing: what is exposed, and what it waits for its operations to be launched.
 """
 
@@ -15,8 +16,11 @@ from typing import NamedTuple
 
 from lazysched.schemas import Engine, Op, Program
 
+ROUNDING = 1e-9
+"""Share of a wait that is no wait."""
 BUSY_SHARE = 0.01
 """Of what the other direction moves: from there on both directions count as busy."""
+FILE_ENGINES: tuple[Engine, ...] = ("nvme_read", "nvme_write")
 LINK_ENGINES: tuple[Engine, ...] = ("h2d", "d2h", "nvme_read", "nvme_write", "collective")
 
 
@@ -86,7 +90,10 @@ def intervals_by_step(intervals: Iterable[Interval]) -> dict[int, dict[str, Inte
 
 
 class Wait(NamedTuple):
-    """``compute`` had nothing to do before operation ``op``, because ``cause`` had not finished on its own engine."""
+    """``compute`` had nothing to do before operation ``op``, because ``cause`` had not finished on its own engine.
+
+    ``cause`` is a predecessor of ``op``, or a file's operation on the way to one.
+    """
 
     op: str
     cause: str
@@ -95,6 +102,8 @@ class Wait(NamedTuple):
     seconds: float
     free_s: float
     """When the wait began."""
+    cause_step: int
+    """Step in which ``cause`` ran."""
 
 
 def exposed_of_step(
@@ -120,7 +129,8 @@ def waits_of_step(
     """
     if in_line:
         others = [interval for interval in here.values() if interval.engine != "compute"]
-        return [Wait(other.op, other.op, other.engine, other.duration_s, other.start_s) for other in others]
+        return [Wait(o.op, o.op, o.engine, o.duration_s, o.start_s, o.step) for o in others]
+    chain = Chain(program, here, before) if any(op.engine in FILE_ENGINES for op in program.ops.values()) else None
     waits: list[Wait] = []
     free_s = compute_end_s(before)
     for op in program.ops.values():
@@ -131,9 +141,51 @@ def waits_of_step(
         # Measured, an operation can start before its predecessor seems to end: the host's clock is another one.
         waited_s = 0.0 if last is None else min(last.end_s, here[op.id].start_s) - free_s
         if last is not None and last.engine != "compute" and waited_s > 0:
-            waits.append(Wait(op.id, last.op, last.engine, waited_s, free_s))
+            wait = Wait(op.id, last.op, last.engine, waited_s, free_s, last.step)
+            waits += [wait] if chain is None else _told_apart(wait, chain)
         free_s = here[op.id].end_s
     return waits
+
+
+def _told_apart(wait: Wait, chain: Chain) -> list[Wait]:
+    """``wait`` less what files took of it, and that."""
+    parts, until_s = [], wait.free_s + wait.seconds
+    for interval in chain.leading_to(wait):
+        start_s = max(interval.start_s, wait.free_s)
+        taken_s = min(interval.end_s, until_s) - start_s
+        if interval.engine in FILE_ENGINES and taken_s > 0:
+            parts.append(Wait(wait.op, interval.op, interval.engine, taken_s, start_s, interval.step))
+        until_s = min(until_s, start_s)
+    rest_s = wait.seconds - sum(part.seconds for part in parts)
+    return [*parts, wait._replace(seconds=rest_s)] if rest_s > ROUNDING * wait.seconds else parts
+
+
+class Chain:
+    """What kept an operation from starting, and that one, and so on, within a step and the one before it."""
+
+    def __init__(self, program: Program, here: Mapping[str, Interval], before: Mapping[str, Interval]) -> None:
+        self._program, self._steps = program, (here, before)
+        self._step = next(iter(here.values())).step
+        last = {op.engine: (op.id, 1) for op in program.ops.values()}
+        self._previous: dict[str, tuple[str, int]] = {}
+        for op in program.ops.values():
+            self._previous[op.id] = last[op.engine]
+            last[op.engine] = (op.id, 0)
+
+    def leading_to(self, wait: Wait) -> list[Interval]:
+        """The cause of ``wait``, what kept that from starting, and so on back to what ran when the wait began."""
+        op, distance = wait.cause, self._step - wait.cause_step
+        found = [self._steps[distance][op]]
+        while found[-1].start_s > wait.free_s:
+            listed = [*self._program.predecessors[op], self._previous[op]]
+            earlier = [(name, distance + d) for name, d in listed if distance + d < len(self._steps)]
+            if not earlier:
+                break
+            op, distance = max(earlier, key=lambda item: self._steps[item[1]][item[0]].end_s)
+            if self._steps[distance][op].end_s <= wait.free_s:
+                break
+            found.append(self._steps[distance][op])
+        return found
 
 
 def idle_of_step(here: Mapping[str, Interval], before: Mapping[str, Interval]) -> float:

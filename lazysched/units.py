@@ -71,6 +71,6 @@ def format_bytes(num_bytes: float) -> str:
 def format_seconds(seconds: float) -> str:
     """``seconds`` with three figures in s, ms or µs."""
     for unit, factor in (("s", 1.0), ("ms", 1e3), ("µs", 1e6)):
-        if abs(seconds) * factor >= 1 or unit == "µs":
+        if abs(seconds) * factor >= 0.9995 or unit == "µs":
             return f"{seconds * factor:.3g} {unit}"
     raise AssertionError("unreachable")

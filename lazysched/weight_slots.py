@@ -1,7 +1,9 @@
 """Which GPU slot holds which streamed block when, and where a block need not be uploaded again.
 
-The blocks are used in a known order (forward, then backward in reverse), so the farthest-next-use rule is optimal
-(Belady 1966): at the turn the last blocks of the forward are still in their slots and serve the backward at once.
+A slot is taken from the block that was used least recently. Blocks come back in reverse order, so that is also the
+block that is needed last (what Belady, 1966, would take), and the slot that has been free for longest, so that its
+upload has as many windows to hide behind as there are slots. In the backward of segments the two differ: the block that
+is needed last may be the one just used, and an upload into its slot could not start before that use has ended.
 """
 
 from __future__ import annotations
@@ -31,22 +33,8 @@ def assign_slots(uses: Sequence[str], num_slots: int) -> list[SlotUse]:
     last_use = [-1] * num_slots
     result = []
     for position, stage in enumerate(uses):
-        if stage in held:
-            slot, upload = held.index(stage), False
-        else:
-            slot, upload = _farthest(held, last_use, uses, position), True
+        upload = stage not in held
+        slot = min(range(num_slots), key=last_use.__getitem__) if upload else held.index(stage)
         result.append(SlotUse(slot, upload, last_use[slot]))
         held[slot], last_use[slot] = stage, position
     return result
-
-
-def _farthest(held: Sequence[str | None], last_use: Sequence[int], uses: Sequence[str], position: int) -> int:
-    """The slot whose content is needed last; of several that are not needed, the one free for longest."""
-
-    def next_use(slot: int) -> int:
-        stage = held[slot]
-        if stage is None:
-            return len(uses)
-        return next((k for k in range(position, len(uses)) if uses[k] == stage), len(uses))
-
-    return max(range(len(held)), key=lambda slot: (next_use(slot), -last_use[slot], -slot))

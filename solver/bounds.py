@@ -41,8 +41,9 @@ def least_missing_gb(instance: Instance, budgets: Budgets, elastic: Sequence[Tie
     slack: dict[str, pulp.LpVariable] = {tier: problem.add_variable(f"slack_{tier}", 0) for tier in elastic}
     problem += pulp.lpSum(slack.values())
     grown = Budgets(
-        budgets.gpu_gb + slack.get("gpu", 0), budgets.host_gb + slack.get("host", 0), budgets.moved_gb, budgets.nvme_gb
-    )
+        budgets.gpu_gb + slack.get("gpu", 0), budgets.host_gb + slack.get("host", 0), budgets.moved_gb,
+        budgets.nvme_gb + slack.get("nvme", 0),
+    )  # fmt: skip
     _add_memory(problem, instance, _Counts(problem, instance), grown)
     return solve_problem(problem, gap=0.0, time_limit_s=5.0, seed=0, relaxed=True).bound
 
@@ -60,7 +61,7 @@ class _Counts:
 
     def __init__(self, problem: pulp.LpProblem, instance: Instance) -> None:
         self.instance = instance
-        blocks = list(zip(instance.blocks, instance.saves, instance.states, strict=True))
+        blocks = list(zip(instance.blocks, instance.mean_saves, instance.states, strict=True))
         keys = [(id(costs), id(options), choices) for costs, options, choices in blocks]
         self.groups = []
         for g, (key, (costs, options, choices)) in enumerate(dict(zip(keys, blocks, strict=True)).items()):
@@ -165,7 +166,7 @@ def _add_memory(problem: pulp.LpProblem, instance: Instance, counts: _Counts, bu
         for v, option in zip(counts.v, instance.vocabulary_options, strict=True)
     )
     working_gb = max(
-        min(option.working_gb for option in instance.saves[-1]),
+        min(option.working_gb for option in instance.saves[-1]),  # of a segment, what it remakes is not counted
         instance.head_variant.working_backward_bytes / 1e9,
     )
     kept = counts.save(lambda o: m * o.kept_gb)

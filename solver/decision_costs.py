@@ -245,8 +245,9 @@ def _other_places(choice: StagePlan, tiers: Sequence[Tier]) -> Iterator[tuple[Ti
     for tier in tiers:
         places |= dict.fromkeys([(tier, choice.state), (choice.weights, tier), (tier, tier)])
     for weights, state in places:
-        # A stage that the GPU updates has its weights there.
-        if (weights, state) != (choice.weights, choice.state) and (state != "gpu" or weights == "gpu"):
+        # A stage that the GPU updates has its weights there; weights in files are updated with state from files.
+        possible = (state != "gpu" or weights == "gpu") and (weights != "nvme" or state == "nvme")
+        if possible and (weights, state) != (choice.weights, choice.state):
             yield weights, state
 
 

@@ -1,7 +1,7 @@
 """The binary decisions of the mixed-integer program and linear expressions over them.
 
 Legend (letters of the event formulation; i is a block, o a save option, s a state choice, k a vocabulary option):
-    x[i][o]  block i saves with option o             (binary, one per block)
+    x[i][o]  block i saves with option o             (binary, one per block; one for all blocks of a segment)
     y[i][s]  weights and optimizer state of block i  (binary, one per block)
     v[k]     joint choice for embedding and head     (binary, one in all)
 """
@@ -26,9 +26,12 @@ class Decisions:
 
     def __init__(self, problem: pulp.LpProblem, instance: Instance) -> None:
         self.instance = instance
-        self.x = [
-            [_binary(problem, f"x_{i}_{o}") for o in range(len(options))] for i, options in enumerate(instance.saves)
-        ]
+        self.x: list[list[pulp.LpVariable]] = []
+        for i, options in enumerate(instance.saves):
+            own = [
+                self.x[i - 1][o] if option.place else _binary(problem, f"x_{i}_{o}") for o, option in enumerate(options)
+            ]
+            self.x.append(own)
         self.y: list[dict[StateChoice, pulp.LpVariable]] = [
             {s: _binary(problem, f"y_{i}_{s}") for s in states} for i, states in enumerate(instance.states)
         ]
@@ -89,7 +92,7 @@ class Decisions:
         values = {var.name: float(k == choices.vocabulary) for k, var in enumerate(self.v)}
         for i, (state, save) in enumerate(zip(choices.states, choices.saves, strict=True)):
             values |= {var.name: float(s == state) for s, var in self.y[i].items()}
-            values |= {var.name: float(o == save) for o, var in enumerate(self.x[i])}
+            values |= {var.name: float(o == save) for o, var in enumerate(self.x[i])}  # of a segment each block says so
         return values
 
 

@@ -153,7 +153,7 @@ def _effects(alternative: Alternative) -> Iterator[str]:
     for verb, sign in (("need", 1), ("free", -1)):
         sizes = [f"{format_bytes(abs(size))} of {tier}" for tier, size in changes.items() if size * sign > 0]
         if sizes:
-            yield f"{verb} {' and '.join(sizes)}"
+            yield f"{verb} {join(sizes)}"
     if abs(alternative.step_s) <= SMALL_S and not changes:
         yield "change nothing"
 

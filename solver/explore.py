@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -17,12 +16,11 @@ from lazysched.solver.highs import NUM_THREADS
 from lazysched.solver.instance import Candidate, Instance
 from lazysched.solver.memory_rows import Budgets
 from lazysched.solver.milp import PlacementProgram
-from lazysched.solver.plans import Choices
-from lazysched.solver.recipes import Found
+from lazysched.solver.plans import Choices, Found
 from lazysched.solver.search import always, improve, simplified
 from lazysched.solver.stopwatch import Stopwatch
 from lazysched.solver.window_replay import ChoiceBatch, WindowReplay
-from lazysched.solver.workers import each_in_processes, in_worker
+from lazysched.solver.workers import each_in_processes, in_worker, usable_cores
 
 PREFETCH_DEPTHS, D2H_LAGS = (1, 2), (1, 2)
 """Not 0: rows and window replay are conservative there where inputs alone leave, which have slots enough."""
@@ -68,7 +66,7 @@ def explore_all(tasks: Sequence[Task]) -> list[Explored]:
 
     One after the other, those that come when their time is up are left out.
     """
-    num_workers = min(len(tasks), (os.cpu_count() or 1) // NUM_THREADS)
+    num_workers = min(len(tasks), usable_cores() // NUM_THREADS)
     num_blocks = sum(task.instance.num_blocks for task in tasks)
     if num_workers < 2 or num_blocks < PARALLEL_BLOCKS or in_worker():
         return list(_in_turn(tasks))

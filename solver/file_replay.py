@@ -72,7 +72,10 @@ class FileEngines:
         first = np.maximum(self.writing_s, first_s)
         last = np.maximum(first + self.m * own_s, last_s + own_s)
         self.writing_s = np.where(own_s > 0, last, self.writing_s)
-        self.saved_first[block], self.saved_last[block] = first + own_s, last
+        # Of a segment every block says when the first one's input was there.
+        before = (self.saved_first[block - 1], self.saved_last[block - 1]) if block else (self.zero, self.zero)
+        self.saved_first[block] = np.where(own_s > 0, first + own_s, before[0])
+        self.saved_last[block] = np.where(own_s > 0, last, before[1])
         return np.where(own_s > 0, last - (self.lag + 2) * own_s, 0.0)
 
     def read_saved_of(self, block: int) -> tuple[Floats, Floats, Floats]:

@@ -80,11 +80,11 @@ class FileRows:
         return self._of_stage(self.updated[place], _state_in_files)
 
     def _files_saved(self, window: int) -> Expression:
-        """1 if what the window's block saves goes to files, else 0."""
-        block = self.rows.block(window)
+        """1 if in this window something is saved to files, or read for its backward, else 0."""
+        block, forward = self.rows.block(window), window < self.rows.head
         if block is None:
             return pulp.LpAffineExpression()
-        return self.decisions.save(block, lambda o: float(o.tier == "nvme"))
+        return self.decisions.save(block, lambda o: float(o.tier == "nvme" and (o.leaves if forward else o.returns)))
 
     def _read_weights_s(self, window: int) -> Expression:
         if window == self.rows.num_windows - 1 or self.rows.held(window):

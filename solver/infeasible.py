@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 
@@ -24,11 +24,14 @@ from lazysched.solver.explore import shallowest
 from lazysched.solver.highs import solve_problem
 from lazysched.solver.instance import GB, Candidate, Instance, host_memories, offload_limits
 from lazysched.solver.memory_rows import Budgets, add_memory_rows
+from lazysched.solver.options import SaveOption, Scope, StageCosts, StateChoice
 from lazysched.solver.plans import Choices, make_plan
 from lazysched.solver.simulate import peak_bytes, pinned_bytes
 
 TIERS: tuple[Tier, ...] = ("gpu", "host")
 _TIME_LIMIT_S = 2.0
+_FILES_TIME_LIMIT_S = 6.0
+"""With files there are many more ways, so many that HiGHS may find none at all by itself in time."""
 _GAP = 2e-3
 MARGIN_BYTES = 2000
 """Twice what HiGHS tolerates in a memory row (1e-6 GB): a plan that it calls fitting within the margin really fits."""
@@ -47,7 +50,8 @@ class Question:
         batch_size: rows of a step.
         budget_bytes: of each tier.
         state_format: of the optimizer state.
-        make_instance: the coefficients of a candidate with state in a format.
+        scope: where things may be.
+        make_instance: the coefficients of a candidate with state in a format and things in a scope.
         seed: of HiGHS.
     """
 
@@ -55,7 +59,8 @@ class Question:
     batch_size: int
     budget_bytes: Mapping[Tier, int]
     state_format: StateFormat
-    make_instance: Callable[[Candidate, StateFormat], Instance]
+    scope: Scope
+    make_instance: Callable[[Candidate, StateFormat, Scope], Instance]
     seed: int
 
     @cached_property
@@ -70,11 +75,9 @@ class Question:
     def instances_of(self, micro_batch: int, accumulation: int) -> list[Instance]:
         """Those of one micro-batch and accumulation that leave a choice."""
         memory = host_memories(self.profile, self.budget_bytes["host"])[-1]
+        first = shallowest(Candidate(micro_batch, accumulation, host_memory=memory, segments=self.scope.segments))
         found = [
-            self.make_instance(
-                shallowest(Candidate(micro_batch, accumulation, offload_limit_bytes=limit, host_memory=memory)),
-                self.state_format,
-            )
+            self.make_instance(replace(first, offload_limit_bytes=limit), self.state_format, self.scope)
             for limit in offload_limits(self.profile, micro_batch)
         ]
         return [instance for instance in found if instance.has_options]
@@ -117,10 +120,15 @@ def fitting(question: Question) -> Closest | None:
     return nearest if nearest is not None and not question.over_bytes(nearest) else None
 
 
-def closest(question: Question, elastic: Sequence[Tier], at_most_gb: float = math.inf) -> Closest | None:
+def closest(
+    question: Question, elastic: Sequence[Tier], at_most_gb: float = math.inf, start: Closest | None = None
+) -> Closest | None:
     """The choices that need least more of the ``elastic`` tiers, which are all that may be exceeded.
 
-    None where no choices keep the others, or where all need more than ``at_most_gb``.
+    Of files, which are plenty, little more than the least is good enough.
+
+    Returns:
+        None where no choices keep the others, or where all need more than ``at_most_gb``.
     """
     ranked: list[tuple[float, int]] = []
     for index, instance in enumerate(question.instances):
@@ -130,14 +138,19 @@ def closest(question: Question, elastic: Sequence[Tier], at_most_gb: float = mat
     best: Closest | None = None
     for bound_gb, index in sorted(ranked)[:_NUM_SOLVED]:
         limit_gb = at_most_gb if best is None else best.missing_gb * (1 - _GAP)
-        if best is not None and bound_gb >= limit_gb:
+        if best is not None and (bound_gb >= limit_gb or "nvme" in elastic):
             break
-        best = _solved(question.instances[index], question, elastic, limit_gb) or best
+        instance = question.instances[index]
+        here = start is not None and start.instance.candidate == instance.candidate
+        choices = start.choices if start is not None and here else None
+        best = _solved(instance, question, elastic, limit_gb, choices) or best
     return best
 
 
-def _solved(instance: Instance, question: Question, elastic: Sequence[Tier], limit_gb: float) -> Closest | None:
-    """The closest choices of one candidate if they miss less than ``limit_gb``."""
+def _solved(
+    instance: Instance, question: Question, elastic: Sequence[Tier], limit_gb: float, start: Choices | None
+) -> Closest | None:
+    """The closest choices of one candidate if they miss less than ``limit_gb``; with files, sought from ``start``."""
     problem = pulp.LpProblem("elastic", pulp.LpMinimize)
     decisions = Decisions(problem, instance)
     slack: dict[str, pulp.LpVariable] = {tier: problem.add_variable(f"slack_{tier}", 0) for tier in elastic}
@@ -146,18 +159,40 @@ def _solved(instance: Instance, question: Question, elastic: Sequence[Tier], lim
     problem += pulp.lpSum(slack.values())
     if limit_gb < math.inf:
         problem += pulp.lpSum(slack.values()) <= limit_gb
-    outcome = solve_problem(problem, gap=_GAP, time_limit_s=_TIME_LIMIT_S, seed=question.seed)
+    values = decisions.start_values(start or _least_memory(instance)) if "nvme" in elastic else None
+    time_limit_s = _FILES_TIME_LIMIT_S if instance.uses_files else _TIME_LIMIT_S
+    outcome = solve_problem(problem, gap=_GAP, time_limit_s=time_limit_s, seed=question.seed, start_values=values)
     if not outcome.has_solution:
         return None
     return Closest(instance, decisions.choices(), max(0.0, outcome.objective))
+
+
+def _least_memory(instance: Instance) -> Choices:
+    """What takes least of GPU and host together, each stage by itself: in files all that can be there."""
+    ends = instance.vocabulary_options
+    return Choices(
+        states=tuple(map(_least_state, instance.blocks, instance.states)),
+        saves=tuple(map(_least_option, instance.mean_saves)),  # in all blocks of a segment the same
+        vocabulary=min(range(len(ends)), key=lambda k: ends[k].gpu_gb + ends[k].host_gb),
+    )
+
+
+def _least_state(costs: StageCosts, states: Sequence[StateChoice]) -> StateChoice:
+    return min(states, key=lambda state: costs.on_gpu_gb(state) + costs.on_host_gb(state))
+
+
+def _least_option(options: Sequence[SaveOption]) -> int:
+    return min(range(len(options)), key=lambda o: (options[o].kept_gb + options[o].host_gb, options[o].nvme_gb))
 
 
 def _order_equal_blocks(problem: pulp.LpProblem, instance: Instance, decisions: Decisions) -> None:
     """Of the many ways to give equal blocks the same choices leave one, or HiGHS would try them all.
 
     Memory does not ask which block has which state; what a block's window holds beside what is kept is best large while
-    little is kept, in early blocks.
+    little is kept, in early blocks. What segments share cannot be moved block by block: there all ways are left.
     """
+    if instance.has_segments:
+        return
     groups: dict[tuple[int, ...], list[int]] = defaultdict(list)
     for i, alike in enumerate(zip(instance.blocks, instance.saves, instance.states, strict=True)):
         groups[tuple(map(id, alike))].append(i)

@@ -39,6 +39,20 @@ def check_arguments(time_limit_s: float, gap: float, seed: int, budget_bytes: Ma
             raise UsageError(f"{tier}_memory: {_shown(size)} bytes is no budget; use a positive size below 1e18 bytes")
 
 
+def check_file_links(profile: Profile) -> None:
+    """Refuse a profile that does not say how fast files are read and written.
+
+    Raises:
+        UsageError: names the figure that is missing.
+    """
+    remedy = "write it into a hardware file of yours" if profile.estimated else "profile again with --storage"
+    for link in ("nvme_read", "nvme_write"):
+        curve = profile.links.get(link)
+        if curve is None or not curve.points:
+            reason = "missing" if curve is None else curve.reason
+            raise UsageError(f"profile: links.{link}: not measured ({reason}); {remedy}")
+
+
 def check_model(profile: Profile) -> None:
     """Refuse a profile whose stages are no model or whose figures are nonsense.
 

@@ -7,7 +7,7 @@ because raw bytes beside milliseconds would span more orders of magnitude than a
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -18,7 +18,6 @@ from lazysched.layout import (
     MASTER_BYTES,
     SCALE_ELEMENTS,
     TOTAL_ELEMENTS,
-    adding_bytes,
     batch_bytes,
     gpu_update_working_bytes,
     link_name,
@@ -33,7 +32,6 @@ from lazysched.schemas import (
     SaveVariant,
     Stage,
     StateFormat,
-    Tier,
     Update,
 )
 from lazysched.solver.options import (
@@ -47,10 +45,10 @@ from lazysched.solver.options import (
     StageCosts,
     StateChoice,
     VocabularyOption,
-    block_plan,
     stage_plan,
 )
 from lazysched.solver.pins import Pin, of_stage
+from lazysched.solver.saving import Saving, measured_variants
 
 GB = 1e9
 
@@ -70,6 +68,8 @@ class Candidate:
     """Most that a block may send to the host per micro-batch; the slots for it have this size. It is searched outside
     because as a decision it would make every slot fractional in the relaxation, and the bound worthless."""
     host_memory: HostMemory = "pinned"
+    segments: tuple[int, ...] = (1,)
+    """Lengths of segments that are among the options."""
 
 
 class Instance:
@@ -111,20 +111,20 @@ class Instance:
             if shape not in by_shape:
                 by_shape[shape] = self._costs(stage)
             self.blocks.append(by_shape[shape])
-        # Blocks with equal options share one tuple of them, by which the search knows what it may exchange.
-        saves_of: dict[object, tuple[SaveOption, ...]] = {}
         states_of: dict[object, tuple[StateChoice, ...]] = {}
-        self.saves: list[tuple[SaveOption, ...]] = []
         self.states: list[tuple[StateChoice, ...]] = []
         for stage in self.block_stages:
             own = of_stage(pins, stage)
-            key, states_key = (stage.structure, _fixed(own)), _fixed(own)
-            if key not in saves_of:
-                saves_of[key] = self._save_options(stage, own)
+            states_key = frozenset((pin.field, pin.value) for pin in own)
             if states_key not in states_of:
                 states_of[states_key] = _allowed(self._state_choices, own)
-            self.saves.append(saves_of[key])
             self.states.append(states_of[states_key])
+        saving = Saving(self)
+        self.saves: list[tuple[SaveOption, ...]] = saving.options
+        self.layouts: list[int] = saving.layouts
+        """Per block, a number that blocks share whose options mean the same, so that they may be exchanged."""
+        self.mean_saves: list[tuple[SaveOption, ...]] = saving.means
+        """Per block, its options, of segments with each block's mean share; one tuple for each layout."""
         self.embed_variant, self.head_variant = self._only(self.embed_stage), self._only(self.head_stage)
 
     def at(self, candidate: Candidate) -> Instance:
@@ -210,6 +210,11 @@ class Instance:
         ends = {choice for option in self.vocabulary_options for choice in (option.embed, option.head)}
         return bool((states | ends) & set(IN_FILES)) or "nvme" in saves
 
+    @cached_property
+    def has_segments(self) -> bool:
+        """Whether any block can be in a segment of several."""
+        return any(option.segment > 1 for options in self.saves for option in options)
+
     @property
     def has_options(self) -> bool:
         """Whether what is fixed by hand leaves every stage a choice."""
@@ -265,7 +270,8 @@ class Instance:
             return _curve(self.profile, link_name(link, self.candidate.host_memory)).seconds(num_bytes)
         return _curve(self.profile, link).seconds(num_bytes)
 
-    def _file_s(self, link: Literal["nvme_read", "nvme_write"], num_bytes: int) -> float:
+    def file_s(self, link: Literal["nvme_read", "nvme_write"], num_bytes: int) -> float:
+        """Time of one request to files; 0 where none may be used."""
         return self.link_s(link, num_bytes) if self.scope.has_files else 0.0
 
     # ---- making
@@ -287,11 +293,11 @@ class Instance:
             cpu_update_s=stage.num_params / update_rate(self.profile, "cpu", self.state_format),
             gpu_update_s=stage.num_params / update_rate(self.profile, "gpu", self.state_format),
             gpu_update_working_gb=gpu_update_working_bytes(elements, self.state_format) / GB,
-            read_weights_s=self._file_s("nvme_read", weight_bytes),
-            read_state_s=self._file_s("nvme_read", own_bytes),
-            write_state_s=self._file_s("nvme_write", own_bytes),
-            read_both_s=self._file_s("nvme_read", own_bytes + weight_bytes),
-            write_both_s=self._file_s("nvme_write", own_bytes + weight_bytes),
+            read_weights_s=self.file_s("nvme_read", weight_bytes),
+            read_state_s=self.file_s("nvme_read", own_bytes),
+            write_state_s=self.file_s("nvme_write", own_bytes),
+            read_both_s=self.file_s("nvme_read", own_bytes + weight_bytes),
+            write_both_s=self.file_s("nvme_write", own_bytes + weight_bytes),
         )
 
     def _vocabulary(self, embed: StateChoice, head: StateChoice) -> VocabularyOption:
@@ -312,54 +318,10 @@ class Instance:
     def _only(self, stage: Stage) -> SaveVariant:
         return measured_variants(self.profile, stage.structure, self.candidate.micro_batch)[0]
 
-    def _save_options(self, stage: Stage, pins: tuple[Pin, ...]) -> tuple[SaveOption, ...]:
-        variants = measured_variants(self.profile, stage.structure, self.candidate.micro_batch)
-        limit = self.candidate.offload_limit_bytes
-        add_s = self._add_s(stage)
-        options = [self._save_option(variant, "gpu", add_s) for variant in variants]
-        away: list[Tier] = [tier for tier in self.scope.saved if tier != "gpu"]
-        small = [variant for variant in variants if sum(variant.saved.values()) <= limit]
-        options += [self._save_option(variant, tier, add_s) for tier in away for variant in small]
-        options = [o for o in options if all(pin.allows(block_plan("gpu", o)) for pin in pins if _of_saving(pin))]
-        return tuple(o for o in options if not any(other.dominates(o) for other in options))
-
-    def _add_s(self, stage: Stage) -> float:
-        """Mean time per micro-batch to add a block's gradients up."""
-        elements, count = stage.weight_bytes // self.element_bytes, self.candidate.accumulation
-        each = [adding_bytes(elements, self.element_bytes, m, count) for m in range(min(count, 2))]
-        return (self.link_s("gpu", each[0]) + (count - 1) * self.link_s("gpu", each[-1])) / count
-
-    def _save_option(self, variant: SaveVariant, tier: Tier, add_s: float) -> SaveOption:
-        total = sum(variant.saved.values())
-        offloaded = 0 if tier == "gpu" else total
-        filed = total if tier == "nvme" else 0
-        return SaveOption(
-            variant,
-            tier,
-            forward_s=variant.forward.seconds,
-            backward_s=variant.backward.seconds + add_s,
-            kept_gb=(total - offloaded) / GB,
-            kept_input_gb=variant.saved["input"] / GB if tier == "gpu" else 0.0,
-            offloaded_gb=offloaded / GB,
-            save_s=self.link_s("d2h", offloaded),
-            fetch_s=self.link_s("h2d", offloaded),
-            working_gb=max(variant.working_forward_bytes, variant.working_backward_bytes) / GB,
-            write_s=self._file_s("nvme_write", filed),
-            read_s=self._file_s("nvme_read", filed),
-        )
-
-
-def _of_saving(pin: Pin) -> bool:
-    return pin.field not in ("weights", "state")
-
-
-def _fixed(pins: Iterable[Pin]) -> frozenset[tuple[str, str]]:
-    return frozenset((pin.field, pin.value) for pin in pins)
-
 
 def _allowed(choices: Sequence[StateChoice], pins: Sequence[Pin]) -> tuple[StateChoice, ...]:
     """Those of ``choices`` that agree with ``pins``."""
-    fixing = [pin for pin in pins if not _of_saving(pin)]
+    fixing = [pin for pin in pins if not pin.of_saving]
     return tuple(choice for choice in choices if all(pin.allows(stage_plan(choice, "all")) for pin in fixing))
 
 
@@ -374,12 +336,6 @@ def update_rate(profile: Profile, processor: Literal["cpu", "gpu"], state_format
     rate = profile.update[processor][state_format].per_s
     assert rate is not None
     return rate
-
-
-def measured_variants(profile: Profile, structure: str, micro_batch: int) -> list[SaveVariant]:
-    """Variants of ``structure`` at ``micro_batch`` whose times are known."""
-    listed = profile.variants.get(structure, {}).get(micro_batch, [])
-    return [v for v in listed if v.forward.median_s is not None and v.backward.median_s is not None]
 
 
 def usable_micro_batches(profile: Profile) -> list[int]:

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 from lazysched.lower import lower
 from lazysched.schemas import Plan
-from lazysched.solver.plans import make_plan
-from lazysched.solver.recipes import Found
+from lazysched.solver.plans import Found, make_plan
 from lazysched.solver.simulate import Timeline, simulate
 from lazysched.solver.space import Budget, Space
 

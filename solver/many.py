@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 from lazysched.errors import InfeasibleError, LazyschedError, UsageError
 from lazysched.schemas import Plan, Profile
 from lazysched.solver.solve import solve
-from lazysched.solver.workers import each_in_processes
+from lazysched.solver.workers import each_in_processes, usable_cores
 
 
 @dataclass(frozen=True)
@@ -66,7 +65,7 @@ def answer_all(requests: Sequence[Request], report: Callable[[int], None] | None
         UsageError: as ``answer``.
         RunError: a process that was solving died.
     """
-    workers = min(os.cpu_count() or 1, len(requests))
+    workers = min(usable_cores(), len(requests))
     in_turn = ((i, answer(request)) for i, request in enumerate(requests))
     pairs = each_in_processes(answer, requests, workers) if workers > 1 else in_turn
     answers: dict[int, Answer] = {}

@@ -3,7 +3,9 @@
 Legend:
     base      what exists in every window: constants, slots, resident stages, tables of page-locked memory
     K[i]      tensors kept on the GPU for the backward by blocks 0..i, all micro-batches; inputs have slots
-    slots     sizes of the shared slots: the largest stage that uses them decides; hidden states have one size
+    I[i]      inputs kept there by blocks 0..i, one micro-batch (where there are segments)
+    slots     sizes of the shared slots: the largest stage that uses them decides; hidden states have one size, and as
+              many slots as wait at once: the inputs kept up to a segment, and its inner ones while it runs again
     slack     budget that is missing, per tier (only when explaining infeasibility)
 """
 
@@ -86,10 +88,32 @@ def _slots(problem: pulp.LpProblem, instance: Instance, decisions: Decisions) ->
         problem += weights >= decisions.state(i, lambda c: c.weight_gb, *STREAMED)
         problem += grads >= decisions.state(i, lambda c: c.weight_gb, *ON_HOST)
     vocabulary_grads = decisions.vocabulary(lambda option: option.grads_slot_gb)
-    moving_gb = (depth + lag + 2) * instance.moving_slot_gb
-    inputs = pulp.lpSum(decisions.save(i, lambda o: o.kept_input_gb) for i in range(instance.num_blocks))
-    hidden = instance.in_flight_gb + instance.candidate.accumulation * inputs
+    moving_gb = (depth + lag + 2) * instance.moving_slot_gb + _segment_slots(problem, instance, decisions)
+    hidden = instance.in_flight_gb + instance.candidate.accumulation * _inputs(problem, instance, decisions)
     return (depth + 1) * weights + (lag + 1) * grads + moving_gb + vocabulary_grads + hidden
+
+
+def _inputs(problem: pulp.LpProblem, instance: Instance, decisions: Decisions) -> Expression:
+    """Most inputs of one micro-batch that wait on the GPU at once."""
+    kept: Expression = pulp.LpAffineExpression()
+    if not instance.has_segments:
+        return pulp.lpSum(decisions.save(i, lambda o: o.kept_input_gb) for i in range(instance.num_blocks))
+    most = problem.add_variable("inputs_gb", 0)
+    for i in range(instance.num_blocks):
+        before, kept = kept, problem.add_variable(f"I_{i}", 0)
+        problem += kept == before + decisions.save(i, lambda o: o.kept_input_gb)
+        problem += most >= kept + decisions.save(i, lambda o: o.inner_inputs_gb)
+    return most
+
+
+def _segment_slots(problem: pulp.LpProblem, instance: Instance, decisions: Decisions) -> Expression:
+    """Slots for inputs of segments on their way back."""
+    if not instance.has_segments:
+        return pulp.LpAffineExpression()
+    slot = problem.add_variable("segment_slot_gb", 0)
+    for i in range(instance.num_blocks):
+        problem += slot >= decisions.save(i, lambda o: o.segment_slot_gb)
+    return (instance.candidate.accumulation + instance.candidate.prefetch_depth) * slot
 
 
 def _add_window_rows(
@@ -101,7 +125,8 @@ def _add_window_rows(
         before, kept = kept, problem.add_variable(f"K_{i}", 0)
         problem += kept == before + accumulation * decisions.save(i, lambda o: o.kept_gb - o.kept_input_gb)
         # Forward ends and backward begins with the same tensors alive, so one row with the larger working set does.
-        problem += base + kept + decisions.save(i, lambda o: o.working_gb) <= limit
+        remade = accumulation * decisions.save(i, lambda o: o.remade_gb)
+        problem += base + kept + remade + decisions.save(i, lambda o: o.working_gb) <= limit
         problem += base + decisions.state(i, lambda c: c.gpu_update_working_gb, "gpu") <= limit
     problem += base + kept + instance.head_variant.working_backward_bytes / 1e9 <= limit
     embed = instance.embed_variant

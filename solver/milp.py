@@ -51,9 +51,24 @@ class PlacementProgram:
         )
         return Choices(
             states=tuple(STATE_CHOICES[k] for k in states),
-            saves=tuple(_spread([[_value(var) for var in block] for block in decisions.x])),
+            saves=tuple(self._rounded_saves()),
             vocabulary=max(range(len(decisions.v)), key=lambda k: _value(decisions.v[k])),
         )
+
+    def _rounded_saves(self) -> list[int]:
+        """Whole segments where the relaxation has half of one and more, else single blocks."""
+        instance, shares = self.decisions.instance, [[_value(var) for var in block] for block in self.decisions.x]
+        result: list[int] = []
+        alone: list[list[float]] = []
+        for i, options in enumerate(instance.saves):
+            part = [o for o, option in enumerate(options) if option.segment > 1]
+            begun = [o for o in part if options[o].place == 0 and shares[i][o] >= LEAST_SHARE]
+            goes_on = bool(result) and result[-1] in part and options[result[-1]].place > 0
+            chosen = result[-1] if goes_on else max(begun, key=shares[i].__getitem__, default=_OPEN)
+            result.append(chosen)
+            alone.append([_ABSENT if o in part else share for o, share in enumerate(shares[i])])
+        spread = iter(_spread([row for row, chosen in zip(alone, result, strict=True) if chosen == _OPEN]))
+        return [next(spread) if chosen == _OPEN else chosen for chosen in result]
 
     def solve(self, *, gap: float, time_limit_s: float, seed: int, start: Choices | None = None) -> Outcome:
         """Search for choices; ``start`` is where HiGHS begins."""
@@ -65,6 +80,9 @@ class PlacementProgram:
         return self.decisions.choices()
 
 
+LEAST_SHARE = 0.5
+"""Of a segment, from which on rounding makes it whole."""
+_OPEN = -1
 _ABSENT = -1.0
 """Share of an option that a block does not have."""
 
@@ -78,7 +96,7 @@ def _spread(shares: list[list[float]]) -> list[int]:
 
     A row's options are those whose share is not ``_ABSENT``.
     """
-    owed = [0.0] * max(len(row) for row in shares)
+    owed = [0.0] * max((len(row) for row in shares), default=0)
     result = []
     for row in shares:
         owed = [debt + max(share, 0.0) for debt, share in zip(owed, row, strict=False)] + owed[len(row) :]

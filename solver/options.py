@@ -5,11 +5,12 @@ Nothing here depends on the rest of the model; ``instance`` works the figures ou
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Literal, get_args
 
 from lazysched.schemas import SaveVariant, StagePlan, Tier
-from lazysched.schemas.executable import INPUT_TIERS, SAVED_TIERS, STATE_TIERS, WEIGHT_TIERS
+from lazysched.schemas.executable import INPUT_TIERS, SAVED_TIERS, SEGMENTS, STATE_TIERS, WEIGHT_TIERS
 
 StateChoice = Literal["gpu", "resident", "streamed", "resident_nvme", "streamed_nvme", "nvme"]
 """``gpu``: weights and state on the GPU. ``resident``: weights there, state on the host. ``streamed``: both on host.
@@ -29,11 +30,12 @@ IN_FILES: tuple[StateChoice, ...] = ("resident_nvme", "streamed_nvme", "nvme")
 
 @dataclass(frozen=True)
 class Scope:
-    """Tiers that weights, optimizer state and saved tensors may be in."""
+    """Tiers that weights, optimizer state and saved tensors may be in, and lengths that segments may have."""
 
     weights: tuple[Tier, ...]
     state: tuple[Tier, ...]
     saved: tuple[Tier, ...]
+    segments: tuple[int, ...] = (1,)
 
     def without_files(self) -> Scope:
         """The same but for ``nvme``."""
@@ -41,7 +43,7 @@ class Scope:
         def kept(tiers: tuple[Tier, ...]) -> tuple[Tier, ...]:
             return tuple(tier for tier in tiers if tier != "nvme")
 
-        return Scope(kept(self.weights), kept(self.state), kept(self.saved))
+        return Scope(kept(self.weights), kept(self.state), kept(self.saved), self.segments)
 
     @property
     def has_files(self) -> bool:
@@ -49,15 +51,24 @@ class Scope:
         return "nvme" in (*self.weights, *self.state, *self.saved)
 
 
-EXECUTABLE = Scope(WEIGHT_TIERS, STATE_TIERS, tuple(tier for tier in SAVED_TIERS if tier in INPUT_TIERS))
+LENGTHS = (1, 2, 4)
+"""Of segments among which the program chooses."""
+EXECUTABLE = Scope(
+    WEIGHT_TIERS, STATE_TIERS, tuple(tier for tier in SAVED_TIERS if tier in INPUT_TIERS),
+    tuple(length for length in LENGTHS if length in SEGMENTS),
+)  # fmt: skip
 """What the runtime executes."""
-EVERYTHING = Scope(*(get_args(Tier) for _ in range(3)))
+EVERYTHING = Scope(get_args(Tier), get_args(Tier), get_args(Tier), LENGTHS)
 """What ``lower`` and the simulator know."""
 
 
 @dataclass(frozen=True)
 class SaveOption:
-    """One save variant in one tier; times and sizes are those of one micro-batch."""
+    """One save variant in one tier; times and sizes are those of one micro-batch.
+
+    In a segment of several blocks each block has an option of its own, by its place there. The first has what the
+    segment keeps, its input in ``tier``; the last has the forwards that run again, which come just before its backward.
+    """
 
     variant: SaveVariant
     tier: Tier
@@ -75,6 +86,28 @@ class SaveOption:
     write_s: float = 0.0
     """Of what goes on from the host into files, and back."""
     read_s: float = 0.0
+    segment: int = 1
+    """Blocks of the segment."""
+    place: int = 0
+    """Of the block among them."""
+    recompute_s: float = 0.0
+    """Of ``backward_s``, forwards of the segment that run again before it."""
+    remade_gb: float = 0.0
+    """What these keep until the backward of each block, all blocks together, inputs aside."""
+    inner_inputs_gb: float = 0.0
+    """Inputs of all but the first block of the segment, while its backward runs."""
+    segment_slot_gb: float = 0.0
+    """One slot for the segment's input on its way back."""
+
+    @property
+    def leaves(self) -> bool:
+        """Whether the block's forward sends something away."""
+        return self.tier != "gpu" and self.place == 0
+
+    @property
+    def returns(self) -> bool:
+        """Whether something is fetched for the block's backward, or for what runs again before it."""
+        return self.tier != "gpu" and self.place == self.segment - 1
 
     @property
     def host_gb(self) -> float:
@@ -87,12 +120,20 @@ class SaveOption:
         return self.offloaded_gb if self.tier == "nvme" else 0.0
 
     def dominates(self, other: SaveOption) -> bool:
-        """Whether nobody would choose ``other`` when this option exists."""
+        """Whether nobody would choose ``other``, of a segment of the same length, when this option exists."""
         mine, theirs = self._costs(), other._costs()
         return mine != theirs and all(a <= b for a, b in zip(mine, theirs, strict=True))
 
     def _costs(self) -> tuple[float, ...]:
-        return (self.forward_s + self.backward_s, self.kept_gb, self.host_gb, self.nvme_gb, self.working_gb)
+        working_gb = self.working_gb + self.remade_gb
+        return (self.forward_s + self.backward_s, self.kept_gb, self.host_gb, self.nvme_gb, working_gb)
+
+
+def mean_option(options: Sequence[SaveOption]) -> SaveOption:
+    """The blocks of a segment, each with its mean share."""
+    numbers = [f.name for f in fields(SaveOption) if f.type == "float"]
+    means = {name: sum(getattr(option, name) for option in options) / len(options) for name in numbers}
+    return replace(options[0], **means)
 
 
 @dataclass(frozen=True)
@@ -175,7 +216,10 @@ def stage_plan(state: StateChoice, save: str) -> StagePlan:
 
 
 def block_plan(state: StateChoice, option: SaveOption) -> StagePlan:
-    """Decisions for one block: all that it saves goes to the option's tier."""
+    """Decisions for one block: all that it saves goes to the option's tier; of a segment only its first input does."""
     ends = stage_plan(state, option.variant.name)
-    groups = {group: option.tier for group in option.variant.saved if group != "input"}
-    return ends.model_copy(update={"saved_tiers": groups, "input_tier": option.tier})
+    groups: dict[str, Tier] = {
+        group: option.tier if option.segment == 1 else "gpu" for group in option.variant.saved if group != "input"
+    }
+    input_tier = option.tier if option.place == 0 else "gpu"
+    return ends.model_copy(update={"saved_tiers": groups, "input_tier": input_tier, "segment": option.segment})

@@ -30,8 +30,8 @@ from lazysched.solver.interrupts import INTERRUPTS
 from lazysched.solver.judge import Judge, Judged
 from lazysched.solver.last_round import improved
 from lazysched.solver.milp import PlacementProgram
-from lazysched.solver.plans import Choices
-from lazysched.solver.recipes import Found, Recipe
+from lazysched.solver.plans import Choices, Found
+from lazysched.solver.recipes import Recipe
 from lazysched.solver.solution import Solution, Tried
 from lazysched.solver.space import Settings, Space
 from lazysched.solver.stopwatch import Stopwatch
@@ -105,18 +105,25 @@ class Search:
     def _recipes(self) -> None:
         """Those that the time does not suffice for are left out of the comparison."""
         self.compared = []
-        for rule in recipes.RULES:
+        num_blocks = len(self.settings.profile.stages) - 2
+        for rule in recipes.rules_within(self.settings.scope):
             if not self._tries_recipe(None):
                 break
             candidates = recipes.candidates_of_rule(
-                rule, self.space.accumulations, self.space.limits, self.settings.host_memories, PREFETCH_DEPTHS
+                rule,
+                self.space.accumulations,
+                self.space.limits,
+                self.settings.host_memories,
+                PREFETCH_DEPTHS,
+                num_blocks,
             )
             instances = [instance for instance in map(self.space.instance, candidates) if instance.has_options]
             found = recipes.best_of_rule(rule, instances, self.space.budgets, self._tries_recipe)
             if found is not None or self._tries_recipe(None):
                 self.compared.append((rule.name, found))
-            if found is not None:
-                self._keep(found)
+            own = found and self.space.transferred(found)
+            if own is not None:
+                self._keep(own)
 
     def _tries_recipe(self, best: Found | None) -> bool:
         """Whether to go on, where a rule has found ``best`` so far."""
@@ -235,7 +242,7 @@ class Search:
         settings = self.settings
         question = infeasible.Question(
             settings.profile, settings.batch_size, settings.budget_bytes, settings.state_format,
-            self.space.make_instance, settings.seed,
+            settings.scope, self.space.make_instance, settings.seed,
         )  # fmt: skip
         fitting = infeasible.fitting(question)
         if fitting is None:

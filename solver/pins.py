@@ -29,6 +29,11 @@ class Pin:
     field: str
     value: str
 
+    @property
+    def of_saving(self) -> bool:
+        """Whether it fixes what a block saves, and where."""
+        return self.field not in ("weights", "state")
+
     def allows(self, choice: StagePlan) -> bool:
         """Whether ``choice`` has the pinned value."""
         if self.field == "saved_tiers":

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from lazysched.schemas import Plan, SaveVariant, Tier, variant_key
-from lazysched.solver.instance import Instance
+from lazysched.solver.instance import Candidate, Instance
 from lazysched.solver.options import StateChoice, block_plan, stage_plan
 
 
@@ -20,6 +20,15 @@ class Choices:
     """Per block, an index into ``Instance.saves``."""
     vocabulary: int
     """Index into ``Instance.vocabulary_options``."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """Choices for a candidate and what the window replay expects of them."""
+
+    candidate: Candidate
+    choices: Choices
+    step_s: float
 
 
 def make_plan(instance: Instance, choices: Choices, *, budget_bytes: Mapping[Tier, int]) -> Plan:

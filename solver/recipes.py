@@ -7,8 +7,10 @@ the host. The fastest combination that fits is the recipe's.
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -16,14 +18,16 @@ import numpy as np
 from lazysched.schemas import HostMemory, Plan, Tier
 from lazysched.solver.instance import Candidate, Instance
 from lazysched.solver.memory_rows import Budgets
-from lazysched.solver.options import SaveOption
-from lazysched.solver.plans import Choices
+from lazysched.solver.options import SaveOption, Scope
+from lazysched.solver.plans import Choices, Found
 from lazysched.solver.search import allowed_states, rank_s
 from lazysched.solver.simulate import Timeline
 from lazysched.solver.window_replay import GPU, RESIDENT, STREAMED, ChoiceBatch, Ints, WindowReplay
 
 COARSE = 32
 """Numbers of blocks that are tried at first; what lies between them is tried beside the best."""
+GOLDEN = (math.sqrt(5) - 1) / 2
+"""Multiples of it, modulo 1, are evenly spread however many they are."""
 MAX_REFINEMENTS = 4
 """How often the numbers of blocks in each state are improved, one against the other."""
 
@@ -35,34 +39,44 @@ class Rule:
     Attributes:
         name: shown to the user.
         saves: ``most`` or ``least`` that a variant can save in every block, or any ``one`` variant for all blocks.
-        tiers: where that may go; with two, any number of blocks may use the second.
+        tiers: where that may go; with several, any number of blocks may use each.
         streams_all: every stage has its state on the host, and every block its weights.
+        segment: blocks of a segment, or the ``root`` of their number; those left over checkpoint every block.
     """
 
     name: str
     saves: Literal["most", "least", "one"]
     tiers: tuple[Tier, ...] = ("gpu",)
     streams_all: bool = False
+    segment: int | Literal["root"] = 1
+
+    def length(self, num_blocks: int) -> int:
+        """Blocks of a segment."""
+        return max(1, round(math.sqrt(num_blocks))) if self.segment == "root" else min(self.segment, num_blocks)
+
+    def within(self, scope: Scope) -> Rule | None:
+        """The rule with the tiers of ``scope``; None where it has none or no segments."""
+        tiers = tuple(tier for tier in self.tiers if tier in scope.saved)
+        whole = self.segment == 1 or max(scope.segments) > 1
+        return replace(self, tiers=tiers) if tiers and whole else None
 
 
 RULES = (
     Rule("keep all activations", "most"),
     Rule("checkpoint every block", "least"),
     Rule("checkpoint every block, inputs on host", "least", ("host",)),
+    Rule("segments of the square root of the number of blocks", "one", segment="root"),
     Rule("one variant for all blocks", "one"),
     Rule("everything streamed, inputs kept", "least", streams_all=True),
-    Rule("everything streamed, inputs on gpu or host", "least", ("gpu", "host"), streams_all=True),
+    Rule("everything streamed, segments of four blocks", "one", streams_all=True, segment=4),
+    Rule("everything streamed, inputs anywhere", "least", ("gpu", "host", "nvme"), streams_all=True),
 )
-"""The last but one is MegaTrain's without its segments of four blocks, which no plan has yet; the last LazyTrain's."""
+"""The last but one is MegaTrain's, the last LazyTrain's."""
 
 
-@dataclass(frozen=True)
-class Found:
-    """Choices for a candidate and what the window replay expects of them."""
-
-    candidate: Candidate
-    choices: Choices
-    step_s: float
+def rules_within(scope: Scope) -> list[Rule]:
+    """Those of ``RULES`` whose plans are in ``scope``."""
+    return [rule for rule in (rule.within(scope) for rule in RULES) if rule is not None]
 
 
 @dataclass(frozen=True)
@@ -80,6 +94,7 @@ def candidates_of_rule(
     limits: Mapping[int, Sequence[int]],
     host_memories: Sequence[HostMemory],
     prefetch_depths: Sequence[int],
+    num_blocks: int,
 ) -> list[Candidate]:
     """The points of the outer search at which ``rule`` is tried.
 
@@ -89,9 +104,11 @@ def candidates_of_rule(
         limits: micro-batch -> sizes in bytes that a block may send to the host, ascending, from 0 on.
         host_memories: kinds of host memory.
         prefetch_depths: how many stages ahead weights may be fetched.
+        num_blocks: of the model.
     """
+    segments = tuple(sorted({1, rule.length(num_blocks)}))
     return [
-        Candidate(size, accumulation, depth, offload_limit_bytes=limit, host_memory=memory)
+        Candidate(size, accumulation, depth, offload_limit_bytes=limit, host_memory=memory, segments=segments)
         for memory in host_memories
         for size, accumulation in accumulations.items()
         for depth in prefetch_depths
@@ -100,9 +117,9 @@ def candidates_of_rule(
 
 
 def _offload_limits(rule: Rule, limits: Sequence[int]) -> list[int]:
-    """What a block may send to the host: nothing, or the smallest size that there is."""
+    """What a block may send away: nothing, or the smallest size that there is."""
     none = [0] if "gpu" in rule.tiers else []
-    return none + ([limits[1]] if "host" in rule.tiers else [])
+    return none + ([limits[1]] if rule.tiers != ("gpu",) else [])
 
 
 def best_of_rule(
@@ -169,38 +186,62 @@ def _combined(rule: Rule, instance: Instance, saves: list[list[int]], states: li
 
 def _saves(rule: Rule, instance: Instance) -> list[list[int]]:
     """Save options of all blocks, one list per possibility."""
-    per_tier = [[_in_tier(options, tier) for options in instance.saves] for tier in rule.tiers]
+    length = rule.length(instance.num_blocks)
+    per_tier = [[_by_variant(options, tier, length) for options in instance.saves] for tier in rule.tiers]
     available = [tier for tier in per_tier if all(tier)]
     if rule.saves == "one":
-        return [row for tier in available for row in _shared_variants(instance, tier)]
+        return [row for tier in available for row in _shared_variants(tier)]
     chosen = [
-        [_extreme(options, places, rule.saves) for options, places in zip(instance.saves, tier, strict=True)]
+        [_extreme(options, own, rule.saves) for options, own in zip(instance.saves, tier, strict=True)]
         for tier in available
     ]
-    return [row for n in range(instance.num_blocks + 1) for row in _split(chosen, n)] if len(chosen) > 1 else chosen
+    return _shared_out(chosen) if len(chosen) > 1 else chosen
 
 
-def _in_tier(options: Sequence[SaveOption], tier: Tier) -> list[int]:
-    return [k for k, option in enumerate(options) if option.tier == tier]
+def _by_variant(options: Sequence[SaveOption], tier: Tier, length: int) -> dict[str, int]:
+    """Variant -> the option that saves it in ``tier`` and in segments of that length.
+
+    A block that is in no such segment saves as little as it can, whatever the others save.
+    """
+    own = {o.variant.name: k for k, o in enumerate(options) if o.tier == tier and o.segment == length}
+    alone = {o.variant.name: k for k, o in enumerate(options) if o.tier == tier and o.segment == 1}
+    if own or length == 1 or not alone:
+        return own
+    least = _extreme(options, alone, "least")
+    return {o.variant.name: least for o in options}
 
 
-def _extreme(options: Sequence[SaveOption], places: list[int], saves: str) -> int:
+def _extreme(options: Sequence[SaveOption], own: Mapping[str, int], saves: str) -> int:
     pick = max if saves == "most" else min
-    return pick(places, key=lambda k: options[k].kept_gb + options[k].offloaded_gb)
+    return pick(own.values(), key=lambda k: options[k].kept_gb + options[k].offloaded_gb)
 
 
-def _shared_variants(instance: Instance, places: list[list[int]]) -> list[list[int]]:
+def _shared_variants(blocks: list[dict[str, int]]) -> list[list[int]]:
     """One row per variant, by name, that every block has."""
-    named = [{options[k].variant.name: k for k in own} for options, own in zip(instance.saves, places, strict=True)]
-    return [[block[name] for block in named] for name in named[0] if all(name in block for block in named)]
+    return [[block[name] for block in blocks] for name in blocks[0] if all(name in block for block in blocks)]
 
 
-def _split(chosen: list[list[int]], count: int) -> list[list[int]]:
-    """``count`` blocks take the second of the two rows: the first ones, whose inputs wait longest, or evenly spread."""
+def _shared_out(chosen: list[list[int]]) -> list[list[int]]:
+    """Any number of blocks take each of the rows, of three and more about ``COARSE`` / 2 numbers.
+
+    Those that take the last come first, because their inputs wait longest, or all are evenly spread.
+    """
     length = len(chosen[0])
-    spread = [(i + 1) * count // length > i * count // length for i in range(length)]
-    masks = [[i < count for i in range(length)], spread]
-    return [[chosen[mask][i] for i, mask in enumerate(masked)] for masked in masks]
+    step = 1 if len(chosen) == 2 else max(1, 2 * length // COARSE)
+    counts = [sorted({*range(0, length + 1, step), length})] * (len(chosen) - 1)
+    rows = []
+    for numbers in itertools.product(*counts):
+        if sum(numbers) <= length:
+            kinds = [k for k, count in reversed(list(enumerate(numbers, 1))) for _ in range(count)]
+            kinds += [0] * (length - len(kinds))
+            for order in (range(length), _spread(length)):
+                rows.append([chosen[kinds[place]][i] for i, place in enumerate(order)])
+    return rows
+
+
+def _spread(length: int) -> list[int]:
+    """An order of the blocks in which any first few of them are about evenly spread: place -> rank."""
+    return [int(rank) for rank in np.argsort(np.argsort([(i + 1) * GOLDEN % 1 for i in range(length)], kind="stable"))]
 
 
 def _compute_s(instance: Instance, saves: list[int]) -> float:

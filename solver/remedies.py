@@ -1,6 +1,7 @@
 """What to change so that a plan fits: every remedy is proposed only after a plan was found with it.
 
-NVMe becomes a remedy in ``remedies`` once the runtime executes plans with that tier.
+Files are a remedy where the profile knows how fast they are. While the runtime does not execute them it is said that
+such a plan is only to look at.
 """
 
 from __future__ import annotations
@@ -13,10 +14,15 @@ from lazysched.errors import InfeasibleError, MoreMemory, Remedy, SmallerBatch, 
 from lazysched.schemas import Tier
 from lazysched.solver.batches import max_accumulation
 from lazysched.solver.bounds import least_missing_gb
-from lazysched.solver.infeasible import MARGIN_BYTES, TIERS, Question, closest, fitting
+from lazysched.solver.infeasible import MARGIN_BYTES, TIERS, Closest, Question, closest, fitting
+from lazysched.solver.input_checks import check_file_links
 from lazysched.solver.instance import check_profile, host_memories, usable_micro_batches
+from lazysched.solver.options import EVERYTHING, EXECUTABLE
+from lazysched.solver.words import join
 from lazysched.units import format_bytes
 
+FLAGS: dict[Tier, str] = {"gpu": "gpu-memory", "host": "host-memory", "nvme": "nvme"}
+"""Tier -> the option that sets its budget."""
 NUM_FIGURES = 4
 """Of a size that is missing: rounding up adds a thousandth at most."""
 MAX_GROWTHS = 3
@@ -34,8 +40,9 @@ def explain(question: Question) -> InfeasibleError:
     if not found:
         raise TimeLimitError("no plan was found, nor what is missing for one; profile a smaller --micro-batch")
     budget = question.budget_bytes
-    message = f"no plan fits {format_bytes(budget['gpu'])} of gpu and {format_bytes(budget['host'])} of host memory: "
-    alone = [r for r in found if isinstance(r, MoreMemory) and not (r.gpu_bytes and r.host_bytes)]
+    within = join(f"{format_bytes(size)} of {tier}" for tier, size in budget.items() if size)
+    message = f"no plan fits {within} memory: "
+    alone = [r for r in found if isinstance(r, MoreMemory) and r.executable and not (r.gpu_bytes and r.host_bytes)]
     missing = {str(tier): size for r in alone for tier, size in _sizes(r).items() if size}
     return InfeasibleError(message + ", or ".join(described(r, question) for r in found), missing, found)
 
@@ -45,7 +52,7 @@ def remedies(question: Question) -> list[Remedy]:
     found: list[Remedy] = [r for tier in TIERS if (r := _more_memory(question, [tier])) is not None]
     if not found and (both := _more_memory(question, TIERS)) is not None:
         found.append(both)
-    return [*found, *_smaller_batch(question), *_smaller_state(question)]
+    return [*found, *_files(question), *_smaller_batch(question), *_smaller_state(question)]
 
 
 def described(remedy: Remedy, question: Question) -> str:
@@ -56,8 +63,10 @@ def described(remedy: Remedy, question: Question) -> str:
         return f"optimizer state {remedy.optimizer_state} instead of {question.state_format}"
     sizes: dict[Tier, int] = {tier: size for tier, size in _sizes(remedy).items() if size}
     more = " and ".join(f"+{_size(size, ' ')} {tier}" for tier, size in sizes.items())
-    flags = [f"--{tier}-memory {_total(question.budget_bytes[tier], size)}" for tier, size in sizes.items()]
-    return f"{more} ({' '.join(flags)})"
+    flags = [f"--{FLAGS[tier]} {_total(question.budget_bytes[tier], size)}" for tier, size in sizes.items()]
+    if remedy.executable:
+        return f"{more} ({' '.join(flags)})"
+    return f"{more} ({' '.join(flags)} --not-executable, only to look at: the runtime does not execute files yet)"
 
 
 # ---- memory
@@ -65,17 +74,18 @@ def described(remedy: Remedy, question: Question) -> str:
 
 def _more_memory(question: Question, tiers: Sequence[Tier]) -> MoreMemory | None:
     """The least growth of ``tiers`` with which a plan fits, rounded up to what is printed."""
-    more: dict[Tier, int] = dict.fromkeys(TIERS, 0)
+    more: dict[Tier, int] = dict.fromkeys(FLAGS, 0)
+    nearest: Closest | None = None
     for _ in range(MAX_GROWTHS):
         grown = replace(
             question, budget_bytes={tier: size + more.get(tier, 0) for tier, size in question.budget_bytes.items()}
         )
-        nearest = closest(grown, tiers)
+        nearest = closest(grown, tiers, start=nearest)
         if nearest is None:
             return None
         over = grown.over_bytes(nearest)
         if not over and any(more.values()):
-            return MoreMemory(gpu_bytes=more["gpu"], host_bytes=more["host"])
+            return MoreMemory(gpu_bytes=more["gpu"], host_bytes=more["host"], nvme_bytes=more["nvme"])
         if not set(over) <= set(tiers):
             return None
         for tier in tiers:
@@ -84,8 +94,20 @@ def _more_memory(question: Question, tiers: Sequence[Tier]) -> MoreMemory | None
     return None
 
 
+def _files(question: Question) -> Iterator[MoreMemory]:
+    """More of files alone, in the first scope that has them."""
+    try:
+        check_file_links(question.profile)
+    except UsageError:  # not measured, so that no plan can be made with them
+        return
+    scope = next(scope for scope in (question.scope, EXECUTABLE, EVERYTHING) if scope.has_files)
+    remedy = _more_memory(replace(question, scope=scope), ["nvme"])
+    if remedy is not None:
+        yield replace(remedy, executable=question.scope.has_files or EXECUTABLE.has_files)
+
+
 def _sizes(remedy: MoreMemory) -> dict[Tier, int]:
-    return {"gpu": remedy.gpu_bytes, "host": remedy.host_bytes}
+    return {"gpu": remedy.gpu_bytes, "host": remedy.host_bytes, "nvme": remedy.nvme_bytes}
 
 
 def _grain(size: int) -> int:

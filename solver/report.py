@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import groupby
 
 from rich.console import Console
 from rich.table import Table
 
-from lazysched.schemas import Plan, Profile, StagePlan
+from lazysched.schemas import Plan, Profile, StagePlan, Tier
 from lazysched.solver.recipes import Recipe
 from lazysched.solver.simulate import Timeline
 from lazysched.solver.solution import Solution
@@ -58,7 +59,7 @@ def _stages_table(plan: Plan) -> Table:
 def _key(name: str, choice: StagePlan) -> tuple[str, ...]:
     """What is equal within a run of stages; only blocks form runs."""
     kind = "block" if name.startswith("block.") else name
-    weights = "streamed" if choice.weights == "host" else "resident"
+    weights = {"gpu": "resident", "host": "streamed", "nvme": "from nvme"}[choice.weights]
     state = f"{choice.state_format} on {choice.state}"
     if kind != "block":
         return kind, weights, state, "", ""
@@ -89,21 +90,22 @@ def _prediction_table(plan: Plan, timeline: Timeline, pin_limit_bytes: int | Non
 
 def _recipes_table(solution: Solution) -> Table:
     table = Table(title="Fixed recipes within the same budgets", title_justify="left")
-    for column in ("recipe", "micro-batch", "step", "gpu peak", "host peak", "this plan is faster by"):
+    tiers: list[Tier] = [tier for tier, budget in solution.plan.budget_bytes.items() if budget]
+    peaks = [f"{tier} peak" for tier in tiers]
+    for column in ("recipe", "micro-batch", "step", *peaks, "this plan is faster by"):
         table.add_column(column)
-    table.add_row("this plan", *_figures(solution.plan, solution.timeline), "")
+    table.add_row("this plan", *_figures(solution.plan, solution.timeline, tiers), "")
     for recipe in solution.recipes:
-        table.add_row(recipe.name, *_recipe_figures(recipe, solution.timeline.step_s))
+        table.add_row(recipe.name, *_recipe_figures(recipe, solution.timeline.step_s, tiers))
     return table
 
 
-def _recipe_figures(recipe: Recipe, step_s: float) -> tuple[str, ...]:
+def _recipe_figures(recipe: Recipe, step_s: float, tiers: Sequence[Tier]) -> tuple[str, ...]:
     if recipe.plan is None or recipe.timeline is None:
-        return "", "does not fit", "", "", ""
-    return *_figures(recipe.plan, recipe.timeline), f"{100 * (recipe.timeline.step_s / step_s - 1):.1f} %"
+        return "", "does not fit", *("" for _ in tiers), ""
+    return *_figures(recipe.plan, recipe.timeline, tiers), f"{100 * (recipe.timeline.step_s / step_s - 1):.1f} %"
 
 
-def _figures(plan: Plan, timeline: Timeline) -> tuple[str, str, str, str]:
-    peaks = (format_bytes(timeline.peak_bytes[tier]) for tier in ("gpu", "host"))
-    gpu, host = peaks
-    return str(plan.micro_batch), format_seconds(timeline.step_s), gpu, host
+def _figures(plan: Plan, timeline: Timeline, tiers: Sequence[Tier]) -> tuple[str, ...]:
+    peaks = (format_bytes(timeline.peak_bytes[tier]) for tier in tiers)
+    return str(plan.micro_batch), format_seconds(timeline.step_s), *peaks

@@ -1,7 +1,8 @@
 """Local search over choices: quick, deterministic, and the start of the mixed-integer program.
 
 Steepest descent. Neighbours are all changes of one block's save option or state, all exchanges between two blocks, and
-a random sample of changes to two blocks at once, which is what trades memory of one block for time of another.
+a random sample of changes to two blocks at once, which is what trades memory of one block for time of another. What
+would leave a part of a segment is dropped; segments come and go as a whole.
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ def improve(
         if not has_time():
             break
         batch = _neighbours(replay, current, random)
+        batch = batch.rows(replay.whole(batch))
         fitting = replay.fits(batch, budgets)
         if fitting.any():
             batch = batch.rows(fitting)
@@ -77,6 +79,7 @@ def simplified(
     allowed_s = float(replay.evaluate(current).step_s[0]) * (1 + TIE)
     while has_time():
         batch = _simpler(replay.instance, current)
+        batch = batch.rows(replay.whole(batch))
         batch = batch.rows(replay.fits(batch, budgets))
         batch = batch.rows(replay.evaluate(batch).step_s <= allowed_s)
         order = np.lexsort((_num_kinds(batch), np.round(replay.traffic_gb(batch), 3)))
@@ -90,7 +93,7 @@ def _simpler(instance: Instance, current: ChoiceBatch) -> ChoiceBatch:
     """``current``, then what it becomes by one step of ``simplified``."""
     saves, states = current.saves[0], current.states[0]
     rows = [(saves, states)]
-    options, allowed = np.array([id(own) for own in instance.saves]), allowed_states(instance)
+    options, allowed = np.array(instance.layouts), allowed_states(instance)
     kinds = sorted(set(zip(options.tolist(), saves.tolist(), states.tolist(), strict=True)))
     for own, save, state in kinds:
         where = (options == own) & (saves == save) & (states == state)
@@ -124,14 +127,17 @@ def rank_s(evaluation: Evaluation, budgets: Budgets) -> Floats:
 def _neighbours(replay: WindowReplay, current: ChoiceBatch, random: np.random.Generator) -> ChoiceBatch:
     """All that differs from ``current`` by one move of the kinds above."""
     instance = replay.instance
-    saves = [np.arange(len(options)) for options in instance.saves]
+    saves = [np.array([k for k, o in enumerate(options) if o.segment == 1]) for options in instance.saves]
     states = allowed_states(instance)
     rows = _single_changes(current.saves[0], saves)
     parts = [(rows, _repeat(current.states, len(rows)))]
     rows = _single_changes(current.states[0], states)
     parts.append((_repeat(current.saves, len(rows)), rows))
-    swapped = _exchanges(current.saves[0], [id(options) for options in instance.saves], random)
+    swapped = _exchanges(current.saves[0], instance.layouts, random)
     parts.append((swapped, _repeat(current.states, len(swapped))))
+    if instance.has_segments:
+        rows = _segment_changes(current.saves[0], instance)
+        parts.append((rows, _repeat(current.states, len(rows))))
     swapped = _exchanges(current.states[0], [id(options) for options in instance.states], random)
     parts.append((_repeat(current.saves, len(swapped)), swapped))
     parts.append(_pair_changes(current, saves, states, random))
@@ -158,6 +164,20 @@ def _single_changes(row: Ints, values: list[Ints]) -> Ints:
     for k, (i, value) in enumerate(places):
         rows[k, i] = value
     return rows
+
+
+def _segment_changes(row: Ints, instance: Instance) -> Ints:
+    """Rows in which all blocks of one segment, or of where one could be, save alike: together or each by itself."""
+    rows = []
+    for i, options in enumerate(instance.saves):
+        for length in {option.segment for option in options if option.segment > 1 and option.place == 0}:
+            blocks = slice(i, i + length)
+            for o, option in enumerate(options):
+                if option.segment in (1, length) and len(set(instance.layouts[blocks])) == 1:
+                    changed = row.copy()
+                    changed[blocks] = o
+                    rows.append(changed)
+    return np.array(rows)
 
 
 def _exchanges(row: Ints, kinds: list[int], random: np.random.Generator) -> Ints:

@@ -8,7 +8,7 @@ from typing import get_args
 
 from lazysched.errors import UsageError
 from lazysched.schemas import Profile, StateFormat, Tier, Update
-from lazysched.solver.input_checks import check_arguments, check_model
+from lazysched.solver.input_checks import check_arguments, check_file_links, check_model
 from lazysched.solver.instance import check_profile, host_memories
 from lazysched.solver.options import EVERYTHING, EXECUTABLE, Scope
 from lazysched.solver.outer_search import Search
@@ -64,7 +64,8 @@ def solve(
         KeyboardInterrupt: Ctrl-C came before any plan was found; after that it ends the search, and a second one all.
     """
     scope = _scope(profile, nvme_bytes, EXECUTABLE if executable_only else EVERYTHING)
-    check_arguments(time_limit_s, gap, seed, {"gpu": gpu_memory_bytes, "host": host_memory_bytes})
+    given: dict[Tier, int | None] = {"gpu": gpu_memory_bytes, "host": host_memory_bytes, "nvme": nvme_bytes or None}
+    check_arguments(time_limit_s, gap, seed, given)
     if optimizer_state not in get_args(StateFormat):
         raise UsageError(f"optimizer_state: {optimizer_state!r} is not known; use {' or '.join(get_args(StateFormat))}")
     check_model(profile)
@@ -88,12 +89,11 @@ def _scope(profile: Profile, nvme_bytes: int, scope: Scope) -> Scope:
     if not nvme_bytes:
         return scope.without_files()
     if not scope.has_files:
-        raise UsageError(f"nvme: {nvme_bytes} bytes: placement on NVMe is not there yet; use 0")
-    for link in ("nvme_read", "nvme_write"):
-        curve = profile.links.get(link)
-        if curve is None or not curve.points:
-            reason = "missing" if curve is None else curve.reason
-            raise UsageError(f"profile: links.{link}: not measured ({reason}); profile again with --storage")
+        raise UsageError(
+            f"nvme_bytes: {nvme_bytes}: the runtime does not execute files yet; use 0, or executable_only=False for a "
+            f"plan to look at"
+        )
+    check_file_links(profile)
     return scope
 
 

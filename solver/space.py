@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from lazysched.schemas import HostMemory, Profile, StateFormat, Tier, Update
@@ -14,6 +14,7 @@ from lazysched.solver.instance import Candidate, Instance, offload_limits
 from lazysched.solver.memory_rows import Budgets
 from lazysched.solver.options import Scope
 from lazysched.solver.pins import Pin
+from lazysched.solver.plans import Found
 
 Budget = Literal["gpu", "host", "nvme", "pinned"]
 """What limits a plan: memory of the tiers, and how much of the host's can be page-locked."""
@@ -56,7 +57,7 @@ class Space:
     def combinations(self) -> list[Candidate]:
         """Every point that what is fixed by hand allows, with the first depth and lag."""
         listed = [
-            Candidate(size, accumulation, FIRST_DEPTH, FIRST_LAG, limit, memory)
+            Candidate(size, accumulation, FIRST_DEPTH, FIRST_LAG, limit, memory, self.settings.scope.segments)
             for size, accumulation in self.accumulations.items()
             for limit, memory in itertools.product(self.limits[size], self.settings.host_memories)
         ]
@@ -65,13 +66,23 @@ class Space:
     def instance(self, candidate: Candidate) -> Instance:
         """The coefficients of a candidate, made once."""
         if candidate not in self._instances:
-            self._instances[candidate] = self.make_instance(candidate, self.settings.state_format)
+            self._instances[candidate] = self.make_instance(candidate, self.settings.state_format, self.settings.scope)
         return self._instances[candidate]
 
-    def make_instance(self, candidate: Candidate, state_format: StateFormat) -> Instance:
-        """The coefficients of a candidate with optimizer state in any format."""
+    def transferred(self, found: Found) -> Found | None:
+        """What a recipe found, with the lengths of segments that the program has; None where it has another."""
+        candidate = replace(found.candidate, segments=self.settings.scope.segments)
+        theirs, ours = self.instance(found.candidate).saves, self.instance(candidate).saves
+        chosen = [options[place] for options, place in zip(theirs, found.choices.saves, strict=True)]
+        if any(option not in options for option, options in zip(chosen, ours, strict=True)):
+            return None
+        saves = tuple(options.index(option) for option, options in zip(chosen, ours, strict=True))
+        return replace(found, candidate=candidate, choices=replace(found.choices, saves=saves))
+
+    def make_instance(self, candidate: Candidate, state_format: StateFormat, scope: Scope) -> Instance:
+        """The coefficients of a candidate with optimizer state in any format and things anywhere in ``scope``."""
         settings = self.settings
-        return Instance(settings.profile, candidate, state_format, settings.update, settings.pins, settings.scope)
+        return Instance(settings.profile, candidate, state_format, settings.update, settings.pins, scope)
 
     def budgets(self, instance: Instance) -> Budgets:
         """What the buffers of an instance may fill."""

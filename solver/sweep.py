@@ -16,7 +16,7 @@ from lazysched.solver.many import Answer, Request, answer_all
 from lazysched.solver.what_if import engine_shares
 from lazysched.units import format_bytes, format_seconds, parse_bytes
 
-SWEPT: dict[str, Tier] = {"gpu-memory": "gpu", "host-memory": "host"}
+SWEPT: dict[str, Tier] = {"gpu-memory": "gpu", "host-memory": "host", "nvme": "nvme"}
 MAX_POINTS = 200
 COLUMNS: tuple[str, ...] = (
     "budget_bytes", "status", "step_s", "tokens_per_s", "gap", "micro_batch", "gpu_peak_bytes", "host_peak_bytes",
@@ -74,11 +74,11 @@ def parse_sweep(text: str) -> Sweep:
     if not equals or len(parts) != 3:
         raise UsageError(f"--sweep: {text!r} is no sweep; write for example gpu-memory=8GB:80GB:8GB")
     if flag not in SWEPT:
-        raise UsageError(f"--sweep: {flag!r} cannot be swept; use {' or '.join(SWEPT)}")
+        raise UsageError(f"--sweep: {flag!r} cannot be swept; use one of {', '.join(SWEPT)}")
     start, stop, step = (parse_bytes(part, "--sweep") for part in parts)
     if step <= 0:
         raise UsageError(f"--sweep: {text!r} has a step of {step}; give a positive size")
-    if start <= 0:
+    if start <= 0 and SWEPT[flag] != "nvme":  # that can be done without
         raise UsageError(f"--sweep: {text!r} starts at {start}, which is no budget; start at a positive size")
     if start > stop:
         raise UsageError(f"--sweep: {text!r} starts above its end; write the smaller size first")
@@ -107,7 +107,7 @@ def run_sweep(
     Raises:
         UsageError: a setting is wrong, or the profile lacks a figure.
     """
-    name = f"{sweep.tier}_memory_bytes"
+    name = f"{sweep.flag.replace('-', '_')}_bytes"
     requests = [Request(profile, {**settings, name: budget}) for budget in sweep.budgets]
     answers = answer_all(requests, report)
     plans: list[Plan | None] = []

@@ -8,6 +8,7 @@ Legend (seconds; M micro-batches, p prefetch depth, q D2H lag):
     T        period of the step
     tc[w]    compute of window w starts              comp[w]  its duration, recomputation and gradient norm included
     tx[w]    upload of the weights of w starts       load[w]  its duration
+                                                     again[w] before it, uploads for a segment that runs again in w
     ta[w]    first fetches of saved tensors for w    f[w]     duration of the fetch of one micro-batch
     tr[w]    the remaining fetches for w
     ty[w]    copies to the host for w start          save[w]  duration of one micro-batch, grads[w] of a gradient
@@ -27,6 +28,7 @@ from lazysched.solver.decisions import Decisions, Expression
 from lazysched.solver.file_rows import FileRows
 from lazysched.solver.instance import Instance
 from lazysched.solver.options import ON_HOST, STREAMED, StageCosts, StateChoice
+from lazysched.solver.segment_rows import SegmentRows
 
 _ZERO = pulp.LpAffineExpression()
 
@@ -51,7 +53,9 @@ class TimeRows:
         self.forward_blocks = range(1, self.head)
         self.backward_blocks = range(self.head + 1, self.num_windows - 1)
         self.comp = [self._compute_s(w) + self._early_gpu_update_s(w) for w in self.windows]
+        self.recompute = [self.m * self.of_saving(w, self.backward_blocks, "recompute_s") for w in self.windows]
         self.load = [self._load_s(w) for w in self.windows]
+        self.again: list[Expression] = [_ZERO] * self.num_windows
         self.grads = [self._of_gradient(w, lambda c: c.grads_s, gpu=False) for w in self.windows]
         self.save = [self.of_saving(w, self.forward_blocks, "save_s") for w in self.windows]
         self.fetch = [self.of_saving(w, self.backward_blocks, "fetch_s") for w in self.windows]
@@ -62,6 +66,7 @@ class TimeRows:
         self.tx = self._starts("tx", may_precede_step=True)
         self.ty = self._starts("ty")
         self.period = self.problem.add_variable("T", 0)
+        self.segments = SegmentRows(self) if instance.has_segments else None
         self.te = self.problem.add_variable("te", 0)
         self.fetches: dict[int, pulp.LpVariable] = {}
         """Per window, when the first fetch starts."""
@@ -79,6 +84,8 @@ class TimeRows:
             self._update_rows()
         else:
             self._early_update_rows()
+        if self.segments is not None:
+            self.segments.add()
         if self.instance.uses_files:
             FileRows(self).add()
         return self.period
@@ -141,9 +148,18 @@ class TimeRows:
         return self.decisions.save(block, lambda option: float(getattr(option, attribute)))
 
     def _stays(self, window: int) -> Expression:
-        """1 if nothing of the window's block is sent to the host, else 0."""
+        """1 if in this window nothing of its block is sent to the host or fetched, else 0."""
+        block, forward = self.block(window), window < self.head
+        if block is None:
+            return _ZERO + 1
+        return self.decisions.save(block, lambda o: float(not (o.leaves if forward else o.returns)))
+
+    def ends_segment(self, window: int) -> Expression:
+        """1 if a segment of several blocks runs again in this window, before the backward of its last block, else 0."""
         block = self.block(window)
-        return _ZERO + 1 if block is None else self.decisions.save(block, lambda o: float(o.tier == "gpu"))
+        if block is None or window < self.head or self.segments is None:
+            return _ZERO
+        return self.decisions.save(block, lambda o: float(o.segment > 1 and o.place == o.segment - 1))
 
     # ---- rows
 
@@ -151,7 +167,8 @@ class TimeRows:
         self.problem += self.tc[0] == 0
         for w in self.windows[:-1]:
             self.problem += self.tc[w + 1] >= self.tc[w] + self.comp[w]
-            self.problem += self.tc[w] >= self.tx[w] + self.load[w]
+            # Where a segment runs again before, ``segment_rows`` say what waits for what.
+            self.problem += self.tc[w] >= self.tx[w] + self.load[w] - self.horizon_s * self.ends_segment(w)
         end = self._compute_end(self.num_windows - 1)
         if self.waits_for_norm:
             end += pulp.lpSum(self._of_gradient(w, lambda c: c.gpu_update_s, gpu=True) for w in self.windows)
@@ -164,7 +181,8 @@ class TimeRows:
         """End of the compute of the micro-batch that many before the first one of ``window``, and its window."""
         back, index = divmod(-micro_batches_before, self.m)
         where = max(window + back, 0)
-        return self.tc[where] + ((index + 1) / self.m) * self.comp[where], where
+        again = self.recompute[where]
+        return self.tc[where] + again + ((index + 1) / self.m) * (self.comp[where] - again), where
 
     def _upload_rows(self) -> None:
         """Slots are free once the stage that streamed through them p + 1 streamed stages before has computed."""
@@ -181,6 +199,7 @@ class TimeRows:
         """Uploads and fetches share one engine, in the order in which the program issues them.
 
         With one micro-batch: first fetches(w), upload(w). With more: upload(w), rest of fetches(w-1), first fetches(w).
+        Of the uploads for a segment that runs again, one comes before its fetches.
         """
         first = min(self.depth + 1, self.m)
         end: Expression | None = None  # of whatever the engine did last
@@ -195,6 +214,7 @@ class TimeRows:
                 end = self._remaining_fetches(w - 1, first, end)
             if fetches and self.m > 1:
                 end = self._first_fetches(w, first, end)
+            end += self.again[w]
 
     def _first_fetches(self, window: int, first: int, before: Expression) -> Expression:
         """The fetches of a window that may run before it computes; returns their end."""
@@ -203,6 +223,7 @@ class TimeRows:
         gate, behind = self._position_end(window, self.depth + 1)
         # A block in between that fetches nothing leaves its slots to this one, which may start long before.
         idle = [self._stays(k) for k in range(behind, window) if k in self.backward_blocks]
+        idle.append(self.ends_segment(window))  # which has slots for all micro-batches
         self.problem += start >= gate - self.longest_s * self._stays(window) - self.horizon_s * pulp.lpSum(idle)
         saved = self.num_windows - 1 - window  # the window that sent it away
         self.problem += start >= self.ty[saved] + self.save[saved]
@@ -217,7 +238,7 @@ class TimeRows:
         """Fetches of a window that wait for its own micro-batches to free their slots; returns their end."""
         start = self.problem.add_variable(f"tr_{window}", 0)
         one_s = self.comp[window] * (1 / self.m)
-        stays = (2 * self.longest_s / self.m) * self._stays(window)
+        stays = (2 * self.longest_s / self.m) * (self._stays(window) + self.ends_segment(window))
         self.problem += start >= before
         self.problem += start >= self.tc[window] + one_s - stays
         end = start + (self.m - first) * self.fetch[window]
@@ -235,8 +256,10 @@ class TimeRows:
             self.problem += self.saves_end(w) >= self._compute_end(w) + self.save[w]
             self.problem += self.ty[w + 1] >= self.saves_end(w)
             if self.m > self.lag + 1:
-                waited = self.ty[w] + (self.m - 1 - self.lag) * self.save[w]
-                self.problem += self.tc[w + 1] >= waited + one_s - self._backlog_s() * self._stays(w)
+                # Copies stand in one piece, as late as their last must be; the first may have been long before.
+                for first in (self.tc[w] + one_s, *([self.saves_end(w - 1)] if w - 1 in self.forward_blocks else [])):
+                    waited = first + (self.m - 1 - self.lag) * self.save[w]
+                    self.problem += self.tc[w + 1] >= waited + one_s - self._backlog_s() * self._stays(w)
             if w + 1 in self.forward_blocks:
                 # Where w sends nothing, the last of what was sent before it may still run.
                 last_s = self.save[w] + self._longest_save_s() * self._stays(w)
@@ -259,7 +282,8 @@ class TimeRows:
             user = w + self.lag + 1
             if w in self.backward_blocks and user in self.backward_blocks:
                 # With accumulation only the rounding at the end of the window needs the slot.
-                self.problem += (self.tc[user] if self.m == 1 else self.tc[user + 1]) >= end
+                start = self.tc[user] + self.recompute[user]
+                self.problem += (start if self.m == 1 else self.tc[user + 1]) >= end
 
     def _update_rows(self) -> None:
         """The upload for the next step waits for its update, and updates wait for the clip factor."""
@@ -285,7 +309,7 @@ class TimeRows:
         before, total = _ZERO, _ZERO
         for w in range(self.head, self.num_windows):
             own = self._of_gradient(w, lambda c: c.cpu_update_s, gpu=False)
-            copied = self.load[w] + self.grads[w] + self.m * self.fetch[w]
+            copied = self.again[w] + self.load[w] + self.grads[w] + self.m * self.fetch[w]
             own += self.instance.copy_slowdown * copied
             updated = self.problem.add_variable(f"cc_{w}", 0)
             self.problem += updated >= before + own

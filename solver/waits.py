@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
 
 from lazysched.schemas import Engine, Op, Program, Schema
-from lazysched.timeline import Interval, Wait, intervals_by_step, waits_of_step
+from lazysched.timeline import Chain, Interval, Wait, intervals_by_step, waits_of_step
 
 _WHAT = {
     "batch": "the batch to arrive", "load": "weights to arrive", "fetch": "saved tensors to come back",
@@ -52,9 +51,9 @@ def wait_groups(program: Program, intervals: list[Interval], *, in_line: bool) -
     last = max(by_step)
     here, before = by_step[last], by_step[last - 1]
     groups: dict[tuple[Engine, str, str, Engine | None], list[Wait]] = defaultdict(list)
-    chain = _Chain(program, here, before)
+    chain = Chain(program, here, before)
     for wait in waits_of_step(program, here, before, in_line=in_line):
-        behind = None if in_line else chain.behind(wait)
+        behind = None if in_line else _behind(wait, chain)
         waiting = "everything else" if in_line else _who(program.ops[wait.op])
         groups[wait.engine, waiting, _what(program.ops[wait.cause]), behind].append(wait)
     result = [_group(program, key, waits) for key, waits in groups.items()]
@@ -78,32 +77,8 @@ def _what(op: Op) -> str:
     return _WHAT.get(op.id.split("/")[0], op.kind)
 
 
-class _Chain:
-    """What kept an operation from starting, and that one, and so on."""
-
-    def __init__(self, program: Program, here: Mapping[str, Interval], before: Mapping[str, Interval]) -> None:
-        self.program = program
-        self.steps = (here, before)
-        last = {op.engine: (op.id, 1) for op in program.ops.values()}
-        self.previous: dict[str, tuple[str, int]] = {}
-        for op in program.ops.values():
-            self.previous[op.id] = last[op.engine]
-            last[op.engine] = (op.id, 0)
-
-    def behind(self, wait: Wait) -> Engine | None:
-        """The engine that was at work when ``wait`` began, if it is neither that of its cause nor ``compute``."""
-        op, distance = wait.cause, self._step_of_cause(wait)
-        while (interval := self.steps[distance][op]).start_s > wait.free_s:
-            earlier = [(name, distance + d) for name, d in self._before(op) if distance + d < len(self.steps)]
-            if not earlier:
-                return None
-            op, distance = max(earlier, key=lambda item: self.steps[item[1]][item[0]].end_s)
-            if self.steps[distance][op].end_s <= wait.free_s:
-                return None
-        return interval.engine if interval.engine not in (wait.engine, "compute") else None
-
-    def _before(self, op: str) -> list[tuple[str, int]]:
-        return [*self.program.predecessors[op], self.previous[op]]
-
-    def _step_of_cause(self, wait: Wait) -> int:
-        return next(distance for name, distance in self.program.predecessors[wait.op] if name == wait.cause)
+def _behind(wait: Wait, chain: Chain) -> Engine | None:
+    """The engine that was at work when ``wait`` began, if it is neither that of its cause nor ``compute``."""
+    first = chain.leading_to(wait)[-1]
+    at_work = first.start_s <= wait.free_s
+    return first.engine if at_work and first.engine not in (wait.engine, "compute") else None

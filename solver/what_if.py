@@ -7,7 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from lazysched.errors import UsageError
 from lazysched.schemas import Curve, Engine, Plan, Profile, Rate, SaveVariant, Schema, Tier, Timing
+from lazysched.schemas.executable import check_executable, executes_files
 from lazysched.solver.judge import SIMULATED_STEPS
 from lazysched.solver.many import Answer, Request, answer_all
 from lazysched.solver.pins import kept_pins
@@ -17,6 +19,7 @@ from lazysched.units import format_bytes
 MORE_BYTES = 10**9
 MORE_BYTES_PER_S = 1e9
 FASTER = 1.1
+MEMORY: dict[Tier, str] = {"gpu": "gpu memory", "host": "host memory", "nvme": "room for files on nvme"}
 LINKS: tuple[Engine, ...] = ("h2d", "d2h", "nvme_read", "nvme_write")
 
 
@@ -66,7 +69,7 @@ def changes(plan: Plan, profile: Profile, moved_bytes: Mapping[Engine, int]) -> 
     """
     budget = plan.budget_bytes
     result = [
-        Change(f"{tier}_memory", f"{format_bytes(MORE_BYTES)} more {tier} memory", profile,
+        Change(f"{tier}_memory", f"{format_bytes(MORE_BYTES)} more {MEMORY[tier]}", profile,
                {**budget, tier: budget[tier] + MORE_BYTES}, tier)
         for tier in budget if budget[tier] > 0
     ]  # fmt: skip
@@ -163,12 +166,22 @@ def _request(plan: Plan, change: Change, time_limit_s: float) -> Request:
         "max_grad_norm": plan.update.clip_norm,
         "check_finite": plan.update.check_finite,
         "optimizer_state": next(iter(plan.stages.values())).state_format,
+        "executable_only": _only_executable(plan),
         "time_limit_s": time_limit_s,
         "seed": plan.solver.seed if plan.solver else 0,
     }
     settings |= {f"{tier}_memory_bytes": change.budget_bytes.get(tier) for tier in ("gpu", "host")}
     settings["nvme_bytes"] = change.budget_bytes.get("nvme", 0)
     return Request(change.profile, settings)
+
+
+def _only_executable(plan: Plan) -> bool:
+    """Whether ``plan`` is to be compared with plans that the runtime executes: it is one, and no budget is in vain."""
+    try:
+        check_executable(plan)
+    except UsageError:
+        return False
+    return executes_files() or not plan.budget_bytes.get("nvme")
 
 
 def faster(profile: Profile, engine: Engine, factor: float) -> Profile:

@@ -18,6 +18,7 @@ from lazysched.solver.instance import Instance
 from lazysched.solver.memory_rows import Budgets
 from lazysched.solver.options import STATE_CHOICES, SaveOption, StageCosts, StateChoice, VocabularyOption
 from lazysched.solver.plans import Choices
+from lazysched.solver.segment_replay import Segments
 from lazysched.staging import STATE_SLOTS
 
 Floats = NDArray[np.float64]
@@ -152,15 +153,31 @@ class WindowReplay:
     def traffic_gb(self, batch: ChoiceBatch) -> Floats:
         """N: what a step moves over all links; of tokens and what a step reports nothing."""
         weight = self.stage_row("weight_gb")
-        again = reloaded(np.isin(batch.states, ANY_STREAMED).T, self.slots).T
+        again = self.backward_uploads(batch)
         own = ((batch.states != GPU) * 2 + again) * weight
         ends = sum(self.ends("weight_gb", batch, gpu=False), np.zeros(len(batch.vocabulary)))
         saved = 2 * self.m * self.option_table("offloaded_gb", batch)
         total: Floats = (own + saved).sum(1) + 2 * ends
         return total + self._file_traffic_gb(batch, again) if self.instance.uses_files else total
 
-    def _file_traffic_gb(self, batch: ChoiceBatch, again: Bools) -> Floats:
-        """Of that, what files are read and written; ``again``: blocks whose weights are needed once more."""
+    def backward_uploads(self, batch: ChoiceBatch) -> Ints:
+        """N x L: how often a block that streams is uploaded in the backward."""
+        streamed = np.isin(batch.states, ANY_STREAMED).T
+        if not self.instance.has_segments:
+            return reloaded(streamed, self.slots).T.astype(np.int64)
+        return Segments(self, batch, streamed).uploads.T
+
+    def whole(self, batch: ChoiceBatch) -> Bools:
+        """Which choices have no part of a segment without the rest of it."""
+        if not self.instance.has_segments:
+            return np.ones(len(batch.vocabulary), dtype=np.bool_)
+        length, place = self.option_table("segment", batch), self.option_table("place", batch)
+        together = (place[:, 1:] > 0) | (place[:, :-1] < length[:, :-1] - 1)
+        whole: Bools = (~together | (batch.saves[:, 1:] == batch.saves[:, :-1])).all(1)
+        return whole
+
+    def _file_traffic_gb(self, batch: ChoiceBatch, again: Ints) -> Floats:
+        """Of that, what files are read and written; ``again``: how often weights are needed once more."""
         records = 2 * self._in_tier("in_files_gb", "nvme_gb", batch)
         weights = ((batch.states == NVME) * (1 + again) * self.stage_row("weight_gb")).sum(1)
         ends = [
@@ -184,9 +201,12 @@ class WindowReplay:
         base = base + self.slots * (streamed * weight).max(1) + (self.lag + 1) * (~on_gpu * weight).max(1)
         base = base + (self.slots + self.lag + 1) * instance.moving_slot_gb
         inputs = self.option_table("kept_input_gb", batch)
-        base = base + instance.in_flight_gb + m * inputs.sum(1)
+        waiting = np.cumsum(inputs, axis=1) + self.option_table("inner_inputs_gb", batch)
+        base = base + instance.in_flight_gb + m * waiting.max(1)
+        base = base + (m + self.slots - 1) * self.option_table("segment_slot_gb", batch).max(1)
         kept = np.cumsum(m * (self.option_table("kept_gb", batch) - inputs), axis=1)
-        blocks = (kept + self.option_table("working_gb", batch)).max(1)
+        remade = m * self.option_table("remade_gb", batch)
+        blocks = (kept + remade + self.option_table("working_gb", batch)).max(1)
         head = kept[:, -1] + instance.head_variant.working_backward_bytes / 1e9
         embed = instance.embed_variant
         ends = max(embed.working_forward_bytes, embed.working_backward_bytes) / 1e9
@@ -253,7 +273,7 @@ class _Steps:
 
         self.forward, self.backward = table("forward_s", batch), table("backward_s", batch)
         self.save, self.fetch = table("save_s", batch), table("fetch_s", batch)
-        self.moves = table("offloaded_gb", batch) > 0
+        self.leaves, self.returns = table("offloaded_gb", batch) > 0, self.fetch > 0
         states = np.ascontiguousarray(batch.states.T)
         self.on_host: Bools = states != GPU
         self.streamed: Bools = np.isin(states, ANY_STREAMED)
@@ -269,8 +289,11 @@ class _Steps:
         embed_update, head_update = replay.ends("gpu_update_s", batch, gpu=True)
         updates = ~self.on_host * replay.stage_row("gpu_update_s")[:, None]
         self.gpu_updates: list[Floats] = [embed_update, *updates, head_update]
-        self.reload = reloaded(self.streamed, self.slots)
-        back = self.load * self.reload + self.grads + self.m * self.fetch
+        self.segments = Segments(replay, batch, self.streamed) if replay.instance.has_segments else None
+        self.reload = reloaded(self.streamed, self.slots) if self.segments is None else self.segments.own_upload
+        if self.segments is not None:
+            self.backward = self.backward - self.segments.recompute
+        back = self.load * replay.backward_uploads(batch).T + self.grads + self.m * self.fetch
         copied = [self.embed_grads, *back, self.head_load + self.head_grads]
         slowdown = replay.instance.copy_slowdown
         self.early_updates = [own + slowdown * s for own, s in zip(self.cpu_updates, copied, strict=True)]
@@ -347,17 +370,19 @@ class _Steps:
             self.files.uploaded(window, self.h2d_s, needed)
 
     def _forward(self, i: int) -> None:
-        moves, save_s, m = self.moves[i], self.save[i], self.m
+        moves, save_s, m = self.leaves[i], self.save[i], self.m
         start = self._ready()
         start = np.where(moves, np.maximum(start, self.save_slots[0]), start)
         end = start + m * self.forward[i]
         first = np.maximum(self.d2h_s, start + self.forward[i])
         saved = np.maximum(first + m * save_s, end + save_s)
         if m > self.lag + 1:
-            end = np.where(moves, np.maximum(end, saved - (self.lag + 1) * save_s + self.forward[i]), end)
+            waited = first + (m - 1 - self.lag) * save_s  # for the slot of the last micro-batch
+            end = np.where(moves, np.maximum(end, waited + self.forward[i]), end)
             saved = np.maximum(saved, end + save_s)
-        self.save_first.append(np.where(moves, first + save_s, 0.0))
-        self.save_last.append(np.where(moves, saved, 0.0))
+        # Of a segment every block says when the first one's input had left.
+        self.save_first.append(np.where(moves, first + save_s, self.save_first[-1] if i else 0.0))
+        self.save_last.append(np.where(moves, saved, self.save_last[-1] if i else 0.0))
         self.d2h_s = np.where(moves, saved, self.d2h_s)
         if self.files is not None:
             self.d2h_s = np.maximum(self.d2h_s, self.files.write_saved_of(i, first + save_s, saved))
@@ -367,16 +392,22 @@ class _Steps:
 
     def _backward(self, i: int, rest_s: Floats) -> Floats:
         """One block's backward; ``rest_s`` is the fetching of the block before that still shares the engine."""
-        m, moves, fetch_s = self.m, self.moves[i], self.fetch[i]
+        m, moves, fetch_s = self.m, self.returns[i], self.fetch[i]
         reload_s: Floats = self.load[i] * self.reload[i]
+        again = None if self.segments is None else self.segments.runs_again[i]
         if m > 1:
-            self._upload(reload_s, 0.0, gated=self.streamed[i], window=i + 1)
+            self._upload(reload_s if again is None else reload_s * ~again, 0.0, gated=self.streamed[i], window=i + 1)
             self.h2d_s = self.h2d_s + rest_s
         fetched, fetched_all = self._fetch(i)
+        if again is not None and again.any():
+            moves = moves & ~again
+            self._run_again(i, again, fetched, fetched_all)
         if m == 1:
             self._upload(reload_s, 0.0, gated=self.streamed[i], window=i + 1)
         one_s = self.backward[i]
         start = np.where(moves, np.maximum(self._ready(), fetched), self._ready())
+        if self.segments is not None:
+            start = start + self.segments.last_again_s[i]
         if m == 1:
             start = np.where(self.on_host[i], np.maximum(start, self.grad_slots[0]), start)
         end = start + m * one_s
@@ -392,18 +423,40 @@ class _Steps:
         self.d2h_s = np.where(self.on_host[i], sent, self.d2h_s)
         hand_on(self.grad_slots, self.on_host[i], [sent])
         self._update_early(i + 1)
-        still_s: Floats = left_s * moves
+        still_s: Floats = left_s * self.returns[i]
         return still_s
+
+    def _run_again(self, last: int, again: Bools, fetched_s: Floats, fetched_all_s: Floats) -> None:
+        """Where ``again``, forwards of the segment that ``last`` ends but its own; then the upload for its backward.
+
+        The input of the first may come back: ``fetched_s`` and ``fetched_all_s`` are ends of the first and all fetches.
+        """
+        segments, loaded_s, own_s = self.segments, self.loaded_s if self.m > 1 else 0.0, self.load[last]
+        assert segments is not None
+        for block in range(max(0, last - segments.longest + 1), last):
+            runs = again & (segments.length[last] > last - block)
+            first = runs & (segments.place[block] == 0) & self.returns[last]
+            upload_s = self.load[block] * (runs & segments.first_upload[block])
+            self._upload(upload_s, 0.0, gated=runs & self.streamed[block], window=block + 1)
+            start, one_s = self._ready(), self.forward[block]
+            end = np.where(first, np.maximum(start, fetched_s), start) + self.m * one_s
+            end = np.where(first, np.maximum(end, fetched_all_s + one_s), end)
+            self.compute_s = np.where(runs, end, self.compute_s)
+            hand_on(self.weight_slots, runs & self.streamed[block], [end])
+        if self.m > 1:
+            self._upload(own_s * (again & self.reload[last]), 0.0, gated=self.streamed[last], window=last + 1)
+            self.loaded_s = np.where(again, self.loaded_s, loaded_s)
 
     def _fetch(self, i: int) -> tuple[Floats, Floats]:
         """Fetches that may run before the block computes; ends of the first and of all of them."""
-        moves, fetch_s = self.moves[i], self.fetch[i]
+        moves, fetch_s = self.returns[i], self.fetch[i]
+        alone = True if self.segments is None else ~self.segments.runs_again[i]  # segments have slots enough
         time = np.maximum(self.h2d_s, self.save_first[i])
         first, first_read, last_read, read_s = time, 0.0 * time, 0.0 * time, 0.0 * time
         if self.files is not None:
             first_read, last_read, read_s = self.files.read_saved_of(i)
         for k in range(min(self.slots, self.m)):
-            time = np.maximum(np.maximum(time, first_read + k * read_s), self.fetch_slots[k]) + fetch_s
+            time = np.maximum(np.maximum(time, first_read + k * read_s), self.fetch_slots[k] * alone) + fetch_s
             first = time if k == 0 else first
         last_read = np.where(read_s > 0, last_read + fetch_s, 0.0)
         time = np.maximum(np.maximum(time, self.save_last[i]), last_read)

@@ -23,6 +23,11 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
+def usable_cores() -> int:
+    """Cores that this process may run on, which can be fewer than the machine has."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def in_worker() -> bool:
     """Whether this process is a worker, which has its cores for itself but no others."""
     return _IS_WORKER in os.environ

@@ -19,6 +19,11 @@ SEGMENTS: tuple[int, ...] = (1,)
 UPDATE_MODES: tuple[str, ...] = ("exact",)
 
 
+def executes_files() -> bool:
+    """Whether the runtime executes plans that have anything in files, the tier ``nvme``."""
+    return "nvme" in {*WEIGHT_TIERS, *STATE_TIERS} | (set(SAVED_TIERS) & set(INPUT_TIERS))
+
+
 def check_executable(plan: Plan) -> None:
     """Refuse decisions that the runtime does not execute.
 

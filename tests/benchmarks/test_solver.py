@@ -21,7 +21,7 @@ def test_smoke(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     for expected in (
         "one solve to 1%", "gain over each recipe", "everything streamed", "0 broken promises",
-        "dynamic program", "square-root rule", "not there yet: MegaTrain's segments of 4 blocks",
+        "dynamic program", "square-root rule", "segments and files too", "segments of four blocks",
     ):  # fmt: skip
         assert expected in done.stdout
     assert results.read_bytes() == before

@@ -25,7 +25,7 @@ def plan() -> Plan:
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plan: Plan) -> Path:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("os.cpu_count", lambda: 1)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(1))
     profile = tiny_profile(3)
     profile.save("profile.json")
     tiny_profile(3, link_bytes_per_s=0.1e9).save("slow.yaml")

@@ -16,18 +16,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lazysched.lower import lower
-from lazysched.schemas import Plan, Profile, SaveVariant, Update
+from lazysched.schemas import Plan, Profile, SaveVariant, Update, variant_key
 from lazysched.solver import simulate
 from lazysched.solver.instance import Candidate, Instance
 from lazysched.solver.memory_rows import Budgets
 from lazysched.solver.milp import PlacementProgram
-from lazysched.solver.options import StateChoice
+from lazysched.solver.options import EVERYTHING, LENGTHS, StateChoice
 from lazysched.solver.plans import Choices, make_plan
 from tests.solver.synthetic import FAST, Machine, Shape, large_profile
 
 QUANTUM_BYTES = 1_000_000
 """All sizes of ``checkpoint_profile`` are multiples of it, so that the dynamic program is exact."""
 MICRO_BATCH = 8
+SCOPE = EVERYTHING.without_files()
 
 
 def least_recompute_s(
@@ -107,6 +108,54 @@ class Chain:
         return sum(seconds[names.index(save)] for names, seconds, save in chosen)
 
 
+def square_root_plan(profile: Profile) -> Plan:
+    """The rule's plan of equal blocks, as it is executed; all weights and states are on the GPU."""
+    num_blocks = len(profile.stages) - 2
+    segment = max(1, round(math.sqrt(num_blocks)))
+    whole = (num_blocks - 1) // segment * segment
+    instance = Instance(profile, Candidate(MICRO_BATCH, 1, segments=(1, segment)), "hybrid8", Update(), (), SCOPE)
+
+    def place(block: int, length: int) -> int:
+        options = enumerate(instance.saves[block])
+        return next(k for k, o in options if (o.segment, o.variant.name, o.tier) == (length, "all", "gpu"))
+
+    saves = [place(i, segment if i < whole else 1) for i in range(num_blocks)]
+    return make_plan(instance, Choices(("gpu",) * num_blocks, tuple(saves), _on_gpu(instance)), budget_bytes={})
+
+
+def program_plan(profile: Profile, gpu_bytes: int, *, gap: float, time_limit_s: float) -> Plan:
+    """The program's plan of equal blocks, with segments among its options, within a GPU budget."""
+    candidate = Candidate(MICRO_BATCH, 1, segments=LENGTHS)
+    instance = Instance(profile, candidate, "hybrid8", Update(), (), SCOPE)
+    return _solved(instance, gpu_bytes, gap, time_limit_s)
+
+
+def gpu_peak_bytes(plan: Plan, profile: Profile) -> int:
+    """Simulated."""
+    return simulate(lower(plan, profile.stages), profile, micro_batch=MICRO_BATCH).peak_bytes["gpu"]
+
+
+def recompute_s(plan: Plan, profile: Profile) -> float:
+    """What the blocks compute in a step beyond one forward and their fastest backward each."""
+    total_s = 0.0
+    for op in lower(plan, profile.stages).ops.values():
+        if op.kind in ("forward", "recompute", "backward") and op.stage not in ("embed", "head"):
+            assert op.cost is not None
+            variant = plan.variants[variant_key(op.cost[1], op.cost[2])]
+            total_s += variant.backward.seconds if op.kind == "backward" else variant.forward.seconds
+    for stage in profile.stages[1:-1]:
+        listed = profile.variants[stage.structure][MICRO_BATCH]
+        total_s -= min(v.forward.seconds for v in listed) + min(v.backward.seconds for v in listed)
+    return total_s
+
+
+def equal_blocks_profile(shape: Shape, num_blocks: int, variants: Sequence[str], machine: Machine = FAST) -> Profile:
+    """A model of equal blocks with the named variants."""
+    profile = large_profile(shape, machine, num_blocks, micro_batches=(MICRO_BATCH,))
+    block = {MICRO_BATCH: [v for v in profile.variants["block"][MICRO_BATCH] if v.name in variants]}
+    return profile.model_copy(update={"variants": {**profile.variants, "block": block}})
+
+
 def checkpoint_profile(shape: Shape, num_blocks: int, variants: Sequence[str], machine: Machine = FAST) -> Profile:
     """A model whose blocks differ in size and time, with the named variants."""
     profile = large_profile(shape, machine, num_blocks, micro_batches=(MICRO_BATCH,))
@@ -141,14 +190,20 @@ def plan_keeping(profile: Profile, chain: Chain, kept_bytes: int, *, gap: float,
     The memory for all that is not kept comes from the simulator, so that both sides of a comparison have one budget.
     """
     instance = Instance(profile, Candidate(MICRO_BATCH, 1), "hybrid8", Update())
-    on_gpu = next(k for k, o in enumerate(instance.vocabulary_options) if o.embed == o.head == "gpu")
     least = [min(range(len(own)), key=lambda k, own=own: own[k].kept_gb) for own in instance.saves]
     states: tuple[StateChoice, ...] = ("gpu",) * instance.num_blocks
-    plan = make_plan(instance, Choices(states, tuple(least), on_gpu), budget_bytes={})
-    peak_bytes = simulate(lower(plan, profile.stages), profile, micro_batch=MICRO_BATCH).peak_bytes["gpu"]
-    gpu_bytes = peak_bytes - chain.least_bytes + kept_bytes
+    plan = make_plan(instance, Choices(states, tuple(least), _on_gpu(instance)), budget_bytes={})
+    gpu_bytes = gpu_peak_bytes(plan, profile) - chain.least_bytes + kept_bytes
+    return _solved(instance, gpu_bytes, gap, time_limit_s)
+
+
+def _on_gpu(instance: Instance) -> int:
+    return next(k for k, o in enumerate(instance.vocabulary_options) if o.embed == o.head == "gpu")
+
+
+def _solved(instance: Instance, gpu_bytes: int, gap: float, time_limit_s: float) -> Plan:
     program = PlacementProgram(instance, Budgets(instance.usable_gpu_gb(gpu_bytes), 1e3))
-    for fixed in (program.decisions.v[on_gpu], *(block["gpu"] for block in program.decisions.y)):
+    for fixed in (program.decisions.v[_on_gpu(instance)], *(block["gpu"] for block in program.decisions.y)):
         fixed.lowBound = 1
     outcome = program.solve(gap=gap, time_limit_s=time_limit_s, seed=0)
     assert outcome.has_solution, outcome

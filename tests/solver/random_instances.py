@@ -33,6 +33,9 @@ class Scenario:
     host_bytes: int
     exact_update: bool
     optimizer_state: StateFormat
+    file_bytes_per_s: float | None = None
+    """None: only plans that the runtime executes; else plans with files of that speed and with segments too."""
+    nvme_bytes: int = 0
     time_scale: float = 1.0
 
     @classmethod
@@ -62,6 +65,8 @@ class Scenario:
             host_bytes=round(draw.uniform(4, 40) * num_params),
             exact_update=draw.random() < 0.7,
             optimizer_state=draw.choice(("hybrid8", "fp32")),
+            file_bytes_per_s=draw.choice((None, 10 ** draw.uniform(7.5, 10))),
+            nvme_bytes=round(draw.uniform(0, 40) * num_params),
         )
 
     def profile(self) -> Profile:
@@ -78,6 +83,10 @@ class Scenario:
         )
         beside = {f: Rate(per_s=(rate.per_s or 0) / self.copy_slowdown) for f, rate in profile.update["cpu"].items()}
         profile = profile.model_copy(update={"update_beside_copies": beside})
+        if self.file_bytes_per_s is not None:
+            files = Curve(points=[(1, self.file_bytes_per_s)])
+            links = {**profile.links, "nvme_read": files, "nvme_write": files}
+            profile = profile.model_copy(update={"links": links})
         if self.two_structures:
             profile = with_two_structures(profile)
         return scaled(profile, self.time_scale)
@@ -89,10 +98,15 @@ class Scenario:
             return solve(
                 profile or self.profile(), batch_size=self.batch_size, gpu_memory_bytes=self.gpu_bytes,
                 host_memory_bytes=self.host_bytes, optimizer_state=self.optimizer_state, time_limit_s=time_limit_s,
-                gap=gap, **update,
+                nvme_bytes=self.allowed_nvme_bytes, executable_only=self.file_bytes_per_s is None, gap=gap, **update,
             )  # fmt: skip
         except InfeasibleError:
             return None
+
+    @property
+    def allowed_nvme_bytes(self) -> int:
+        """Budget of files."""
+        return 0 if self.file_bytes_per_s is None else self.nvme_bytes
 
     def more(self, **factors: float) -> Scenario:
         """The same with some figures multiplied."""
@@ -103,22 +117,20 @@ class Scenario:
 def broken_promises(solution: Solution, scenario: Scenario) -> list[str]:
     """What does not hold of a solution that always must, one line each."""
     plan, again = solution.plan, simulate_plan(solution.plan, steps=4)
+    budgets = {"gpu": scenario.gpu_bytes, "host": scenario.host_bytes, "nvme": scenario.allowed_nvme_bytes}
     broken = [
         f"{tier} peak {again.peak_bytes[tier]} is over the budget {budget}"
-        for tier, budget in (("gpu", scenario.gpu_bytes), ("host", scenario.host_bytes), ("nvme", 0))
+        for tier, budget in budgets.items()
         if again.peak_bytes[tier] > budget
     ]
     if plan.predicted != again.prediction():
         broken.append("the prediction is not the simulator's")
     for recipe in solution.recipes:
         seen = recipe.timeline
-        if seen and _fits(seen.peak_bytes, scenario) and seen.step_s < again.step_s * (1 - 1e-9):
+        fits = seen and all(seen.peak_bytes[tier] <= budget for tier, budget in budgets.items())
+        if seen and fits and seen.step_s < again.step_s * (1 - 1e-9):
             broken.append(f"{recipe.name} takes {seen.step_s} s, the plan {again.step_s} s")
     return broken
-
-
-def _fits(peak_bytes: dict[Any, int], scenario: Scenario) -> bool:
-    return peak_bytes["gpu"] <= scenario.gpu_bytes and peak_bytes["host"] <= scenario.host_bytes
 
 
 def with_two_structures(profile: Profile) -> Profile:

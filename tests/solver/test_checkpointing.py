@@ -12,8 +12,13 @@ from tests.solver.checkpointing import (
     QUANTUM_BYTES,
     Chain,
     checkpoint_profile,
+    equal_blocks_profile,
+    gpu_peak_bytes,
     least_recompute_s,
     plan_keeping,
+    program_plan,
+    recompute_s,
+    square_root_plan,
     square_root_rule,
 )
 from tests.solver.synthetic import SHAPE_3B
@@ -60,3 +65,15 @@ def test_with_all_variants_less_is_recomputed_than_by_the_square_root_rule() -> 
     chain = Chain.of(profile)
     kept_bytes, rule_s = square_root_rule(chain)
     assert chain.recomputed_s(plan_keeping(profile, chain, kept_bytes, gap=1e-6, time_limit_s=20)) <= rule_s
+
+
+@pytest.mark.parametrize("variants", [("all", "input"), ("all", "half", "tenth", "input")])
+def test_segments_recompute_no_more_than_the_square_root_rule_in_its_memory(variants: tuple[str, ...]) -> None:
+    """Equal blocks, both plans lowered; with keep all or input alone only segments can do as well."""
+    profile = equal_blocks_profile(SHAPE_3B, 16, variants)
+    rule = square_root_plan(profile)
+    assert [choice.segment for choice in rule.stages.values()] == [1] + 12 * [4] + 5 * [1]
+    gpu_bytes = gpu_peak_bytes(rule, profile)
+    ours = program_plan(profile, gpu_bytes, gap=1e-4, time_limit_s=20)
+    assert gpu_peak_bytes(ours, profile) <= gpu_bytes
+    assert 0 < recompute_s(ours, profile) <= recompute_s(rule, profile) * (1 + TOLERANCE)

@@ -23,7 +23,7 @@ TIME_LIMIT_S = 20.0
 @pytest.fixture(autouse=True)
 def _one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Solving in processes of their own is tested with sweeps; here it would only take longer."""
-    monkeypatch.setattr("os.cpu_count", lambda: 1)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(1))
 
 
 def solved(profile: Profile, gpu_bytes: int, host_bytes: int = 1000 * MB, batch_size: int = 1) -> Plan:

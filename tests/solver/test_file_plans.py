@@ -117,5 +117,5 @@ def test_faster_files_are_never_slower_and_need_not_be_used() -> None:
 
 
 def test_the_runtime_gets_no_such_plan() -> None:
-    with pytest.raises(UsageError, match="placement on NVMe is not there yet"):
+    with pytest.raises(UsageError, match=r"nvme_bytes: .*: the runtime does not execute files yet"):
         solve(with_files(tiny_profile(2), FAST), batch_size=1, nvme_bytes=10**9)

@@ -42,7 +42,7 @@ AFTER_THE_RECIPES = 'press_in(outer_search, "count_bound_s")'
 WHILE_DESCENDING = 'press_in(outer_search, "explore_all")'
 BEFORE_A_PROGRAM = 'press_in(highs._WarmHighs, "callSolver", calls_before=12)'
 AMID_THE_PROOF = 'press_in(milp.PlacementProgram, "solve", delay_s=0.1)'
-OTHER_PROCESSES = "os.cpu_count = lambda: 8; explore.PARALLEL_BLOCKS = 1"
+OTHER_PROCESSES = "os.sched_getaffinity = lambda _: range(8); explore.PARALLEL_BLOCKS = 1"
 AMID_OTHER_PROCESSES = 'press_in(outer_search, "explore_all", delay_s=2.0)'
 WHILE_EXPLAINING = 'press_in(remedies, "remedies")'
 AGAIN = 'press_in(outer_search.Search, "_incumbent")'

@@ -26,7 +26,7 @@ class Deadly:
 
 @pytest.fixture(autouse=True)
 def _two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(2))
 
 
 def test_a_worker_that_dies_is_told() -> None:
@@ -57,7 +57,7 @@ def test_combinations_explored_in_processes_give_the_same_plan(monkeypatch: pyte
         return real()
 
     monkeypatch.setattr(workers, "_started", counted)
-    monkeypatch.setattr("os.cpu_count", lambda: 2 * NUM_THREADS)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(2 * NUM_THREADS))
     monkeypatch.setattr(explore, "PARALLEL_BLOCKS", 1)
     together = solve(profile, **settings)
     assert started

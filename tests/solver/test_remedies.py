@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -14,9 +15,11 @@ from hypothesis import strategies as st
 from lazysched.errors import InfeasibleError, MoreMemory, SmallerBatch, SmallerState, UsageError
 from lazysched.schemas import Profile, Rate, StateFormat
 from lazysched.solver import Solution, solve
+from lazysched.solver.options import EVERYTHING
 from lazysched.solver.remedies import NUM_FIGURES
 from lazysched.units import parse_bytes
 from tests.solver.synthetic import CARD, SHAPE_3B, large_profile, tiny_profile
+from tests.solver.test_file_plans import FAST, with_files
 
 MB = 1_000_000
 GB = 1000 * MB
@@ -35,6 +38,8 @@ class Asked:
     gpu_memory_bytes: int
     host_memory_bytes: int
     optimizer_state: StateFormat = "hybrid8"
+    nvme_bytes: int = 0
+    executable_only: bool = True
 
     def solve(self) -> Solution:
         return solve(**{**vars(self), "time_limit_s": 5})
@@ -54,19 +59,21 @@ def parsed(asked: Asked, message: str) -> list[dict[str, Any]]:
         elif state := re.fullmatch(r"optimizer state (\w+) instead of fp32", text):
             found.append({"optimizer_state": state.group(1)})
         else:
-            sums = re.findall(r"\+([\d.]+ \w+) (gpu|host)", text)
-            flags = re.findall(r"--(gpu|host)-memory ([\d.]+\w+)", text)
+            sums = re.findall(r"\+([\d.]+ \w+) (gpu|host|nvme)", text)
+            flags = re.findall(r"--(gpu-memory|host-memory|nvme) ([\d.]+\w+)", text)
             assert len(sums) == len(flags) > 0, text
             before = vars(asked)
-            found.append({n: before[n] + parse_bytes(size) for size, tier in sums for n in [f"{tier}_memory_bytes"]})
-            found.append({f"{tier}_memory_bytes": parse_bytes(size) for tier, size in flags})
+            other = {"executable_only": False} if "--not-executable" in text else {}
+            names = {"gpu": "gpu_memory_bytes", "host": "host_memory_bytes", "nvme": "nvme_bytes"}
+            found.append(other | {names[tier]: before[names[tier]] + parse_bytes(size) for size, tier in sums})
+            found.append(other | {f"{flag.replace('-', '_')}_bytes": parse_bytes(size) for flag, size in flags})
     return found
 
 
 def keeps(solution: Solution, asked: Asked) -> bool:
     """Whether the plan stays within what was asked for."""
-    peaks = solution.timeline.peak_bytes
-    return peaks["gpu"] <= asked.gpu_memory_bytes and peaks["host"] <= asked.host_memory_bytes
+    budgets = {"gpu": asked.gpu_memory_bytes, "host": asked.host_memory_bytes, "nvme": asked.nvme_bytes}
+    return all(peak <= budgets[tier] for tier, peak in solution.timeline.peak_bytes.items())
 
 
 def with_less(asked: Asked, change: Mapping[str, Any], name: str) -> Asked | None:
@@ -185,6 +192,59 @@ class TestState:
         with pytest.raises(UsageError):
             replace(asked, optimizer_state="hybrid8").solve()
         assert SmallerState("hybrid8") not in asked.refused().remedies
+
+
+class TestFiles:
+    def asked(self, **changes: Any) -> Asked:
+        return replace(Asked(with_files(tiny_profile(3), FAST), 1, 45 * MB, 48 * MB), **changes)
+
+    def of_files(self, asked: Asked) -> list[MoreMemory]:
+        return [r for r in asked.refused().remedies if isinstance(r, MoreMemory) and r.nvme_bytes]
+
+    def check(self, asked: Asked, error: InfeasibleError) -> None:
+        """Enough as a sum and as a flag, which say the same here; and a little less is not."""
+        (change, again) = [change for change in parsed(asked, str(error)) if "nvme_bytes" in change]
+        assert again["nvme_bytes"] == pytest.approx(change["nvme_bytes"], rel=1e-3)
+        remedied = replace(asked, **change)
+        assert keeps(remedied.solve(), remedied)
+        less = with_less(asked, change, "nvme_bytes")
+        assert less is not None
+        less.refused()
+
+    def test_a_plan_to_look_at_where_the_runtime_executes_none(self) -> None:
+        asked = self.asked()
+        error = asked.refused()
+        (remedy,) = self.of_files(asked)
+        assert not remedy.executable
+        assert "nvme" not in error.missing_bytes
+        assert "--not-executable, only to look at: the runtime does not execute files yet)" in str(error)
+        self.check(asked, error)
+
+    def test_more_of_them_where_they_are_allowed(self) -> None:
+        asked = self.asked(nvme_bytes=2 * MB, executable_only=False)
+        error = asked.refused()
+        (remedy,) = self.of_files(asked)
+        assert remedy.executable
+        assert error.missing_bytes["nvme"] == remedy.nvme_bytes
+        assert "45 MB of gpu, 48 MB of host and 2 MB of nvme memory" in str(error)
+        assert "--not-executable" not in str(error)
+        self.check(asked, error)
+
+    def test_nothing_to_look_at_once_the_runtime_executes_them(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        for module in ("solve", "remedies"):
+            monkeypatch.setattr(import_module(f"lazysched.solver.{module}"), "EXECUTABLE", EVERYTHING)
+        asked = self.asked()
+        error = asked.refused()
+        (remedy,) = self.of_files(asked)
+        assert remedy.executable
+        assert error.missing_bytes["nvme"] == remedy.nvme_bytes
+        assert "--not-executable" not in str(error)
+        remedied = replace(asked, nvme_bytes=remedy.nvme_bytes)
+        assert keeps(remedied.solve(), remedied)
+
+    def test_not_where_they_do_not_help_or_are_not_measured(self) -> None:
+        assert self.of_files(self.asked(host_memory_bytes=30 * MB)) == []
+        assert self.of_files(self.asked(profile=tiny_profile(3))) == []
 
 
 def test_limited_page_locking_is_kept_in_mind() -> None:

@@ -234,7 +234,7 @@ class TestInfeasible:
 
 class TestRefusals:
     def test_nvme(self) -> None:
-        with pytest.raises(UsageError, match="nvme: 5 bytes: placement on NVMe is not there yet; use 0"):
+        with pytest.raises(UsageError, match="nvme_bytes: 5: the runtime does not execute files yet; use 0"):
             solve(tiny_profile(), batch_size=1, nvme_bytes=5)
 
     def test_batch_that_no_micro_batch_divides(self) -> None:

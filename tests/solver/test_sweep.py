@@ -22,7 +22,7 @@ SETTINGS: dict[str, Any] = {"batch_size": 1, "host_memory_bytes": 1000 * MB, "ti
 
 @pytest.fixture
 def _one_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.cpu_count", lambda: 1)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(1))
 
 
 class TestParsing:
@@ -37,7 +37,7 @@ class TestParsing:
             ("gpu-memory", "is no sweep; write for example"),
             ("gpu-memory=8GB:80GB", "is no sweep"),
             ("gpu-memory=8GB:80GB:8GB:1GB", "is no sweep"),
-            ("disk=8GB:80GB:8GB", "'disk' cannot be swept; use gpu-memory or host-memory"),
+            ("disk=8GB:80GB:8GB", "'disk' cannot be swept; use one of gpu-memory, host-memory, nvme"),
             ("gpu-memory=8GB:80GB:0", "a step of 0"),
             ("gpu-memory=8GB:80GB:-8GB", "'-8GB' is not a size"),
             ("gpu-memory=8:80GB:8GB", "'8' is not a size"),

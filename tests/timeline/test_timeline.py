@@ -66,6 +66,61 @@ def test_in_line_all_that_is_not_compute_is_exposed() -> None:
     assert timed.idle_s == pytest.approx(6.0 - 2.0)
 
 
+FILE_OPS = [
+    op("before", "compute"), op("write", "nvme_write", MB), op("read", "nvme_read", MB), op("other", "h2d", MB),
+    op("load", "h2d", MB), op("after", "compute"),
+]  # fmt: skip
+FILES = Program(
+    plan_hash="", buffers={}, ops={o.id: o for o in FILE_OPS},
+    edges=[("write", "read", 0), ("read", "load", 0), ("load", "after", 0)],
+)  # fmt: skip
+
+
+def exposed(times: dict[str, tuple[float, float]]) -> dict[str, float]:
+    """Of a step of ``FILES``; the step before it ended at 0."""
+    before = [Interval(o.id, o.engine, -1.0, 0.0, 0) for o in FILE_OPS]
+    here = [Interval(name, FILES.ops[name].engine, *when, 1) for name, when in times.items()]
+    timed = timed_steps(FILES, before + here, in_line=False)
+    assert timed is not None
+    assert sum(timed.exposed_s.values()) == pytest.approx(timed.idle_s)
+    return {str(engine): seconds for engine, seconds in timed.exposed_s.items()}
+
+
+class TestFiles:
+    """``before`` ends at 1, ``after`` starts when it is loaded."""
+
+    def test_take_of_a_wait_what_they_took_on_the_way_to_its_cause(self) -> None:
+        times = {"before": (0, 1), "write": (0, 3), "read": (3, 7), "other": (1, 6), "load": (7, 8), "after": (8, 9)}
+        # 1 to 3 the write, 3 to 7 the read, 7 to 8 the upload
+        assert exposed(times) == pytest.approx({"nvme_write": 2, "nvme_read": 4, "h2d": 1})
+
+    def test_take_nothing_where_the_link_was_busy_for_longer(self) -> None:
+        times = {
+            "before": (0, 1),
+            "write": (0, 0.5),
+            "read": (0.5, 4),
+            "other": (1, 5),
+            "load": (5, 8),
+            "after": (8, 9),
+        }
+        assert exposed(times) == pytest.approx({"h2d": 7})
+
+    def test_take_nothing_before_the_wait_began(self) -> None:
+        times = {"before": (0, 1), "write": (-3, -2), "read": (-2, 2), "other": (0, 1), "load": (2, 3), "after": (3, 4)}
+        assert exposed(times) == pytest.approx({"nvme_read": 1, "h2d": 1})
+
+    def test_clocks_that_disagree_give_no_more_than_the_wait(self) -> None:
+        times = {
+            "before": (0, 1),
+            "write": (0, 3.5),
+            "read": (3, 8.5),
+            "other": (1, 6),
+            "load": (7, 8),
+            "after": (8, 9),
+        }
+        assert exposed(times) == pytest.approx({"nvme_write": 2, "nvme_read": 4, "h2d": 1})
+
+
 def test_steps_without_the_one_before_say_nothing() -> None:
     assert timed_steps(PROGRAM, [], in_line=False) is None
     assert timed_steps(PROGRAM, BEFORE, in_line=False) is None

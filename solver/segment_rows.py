@@ -1,0 +1,126 @@
+"""Time rows of segments: uploads for blocks that run again before their segment's backward.
+
+A segment runs again in the window of its last block's backward, before it. Uploads of that window are those of the
+segment's other blocks, in order, then the last block's own; the last k of all stay in their slots (k = p + 1) and
+serve their backwards, the others are uploaded again. Whether a block streams and whether it is in a segment are two
+decisions, so uploads are variables with rows from below.
+
+Legend (beside that of ``time_rows``):
+    str[i]    1 if the weights of block i stream
+    u[w]      load[w] of a block's backward where segments are possible (s)
+    g[w][i]   upload of block i for the segment that runs again in w (s)
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING
+
+import pulp
+
+from lazysched.solver.decisions import Expression
+from lazysched.solver.options import STREAMED, SaveOption
+
+if TYPE_CHECKING:
+    from lazysched.solver.time_rows import TimeRows
+
+
+class SegmentRows:
+    """Adds its rows to those of ``rows``; ``load`` and ``again`` of backward windows are its variables.
+
+    Args:
+        rows: whose decisions and starts exist.
+    """
+
+    def __init__(self, rows: TimeRows) -> None:
+        self.rows, self.problem, self.decisions = rows, rows.problem, rows.decisions
+        self.num_slots = rows.depth + 1
+        self.lengths = sorted({o.segment for options in rows.instance.saves for o in options} - {1})
+        self.streams = [self.decisions.state(i, lambda c: 1.0, *STREAMED) for i in range(rows.num_blocks)]
+        self.load_s = [costs.load_s for costs in rows.instance.blocks]
+        for w in rows.backward_blocks:
+            if not rows.held(w) or self._block(w) == rows.num_blocks - 1:
+                rows.load[w] = self.problem.add_variable(f"u_{w}", 0)
+            rows.again[w] = pulp.lpSum(self._before(w))
+
+    def add(self) -> None:
+        """All rows."""
+        for w in self.rows.backward_blocks:
+            self._own_rows(w)
+            self._order_rows(w)
+
+    def _block(self, window: int) -> int:
+        block = self.rows.block(window)
+        assert block is not None
+        return block
+
+    def _in(self, block: int, length: int, place: int) -> Expression:
+        """1 if the block has that place in a segment of that length, else 0."""
+
+        def is_there(option: SaveOption) -> float:
+            return float(option.segment == length and option.place == place)
+
+        return self.decisions.save(block, is_there)
+
+    def _at_turn(self, window: int, length: int) -> bool:
+        """Whether blocks of the segment that runs again in ``window`` still lie in slots from their forward."""
+        return self._block(window) == self.rows.num_blocks - 1 and length <= self.num_slots
+
+    def _before(self, window: int) -> list[pulp.LpVariable]:
+        """Uploads of the other blocks of a segment that runs again in this window."""
+        last, uploads = self._block(window), []
+        for length in self.lengths:
+            if last % length != length - 1 or self._at_turn(window, length):
+                continue
+            for block in range(last - length + 1, last):
+                uploads.append(self.problem.add_variable(f"g_{window}_{length}_{block}", 0))
+                self._first_use_rows(uploads[-1], block, last, length)
+        return uploads
+
+    def _first_use_rows(self, upload: pulp.LpVariable, block: int, last: int, length: int) -> None:
+        """``upload`` lasts as long as that of ``block`` if it streams in the segment that ``last`` ends.
+
+        Of the last segment only where more of its blocks stream than there are slots, or it still lies in one.
+        """
+        needed = self.streams[block] + self._in(last, length, length - 1) - 1
+        others = [other for other in range(last - length + 1, last + 1) if other != block]
+        count = self.num_slots if last == self.rows.num_blocks - 1 else 0
+        for used in itertools.combinations(others, count):
+            all_of = needed + pulp.lpSum(self.streams[other] - 1 for other in used)
+            self.problem += upload >= self.load_s[block] * all_of
+
+    def _own_rows(self, window: int) -> None:
+        """Upload for the backward itself: of a segment's blocks but the last only where it has left its slot since."""
+        rows, block = self.rows, self._block(window)
+        if rows.held(window):
+            for length in self.lengths if block == rows.num_blocks - 1 else ():
+                if block % length == length - 1:
+                    self._first_use_rows(rows.load[window], block, block, length)
+            return
+        load_s, stream = self.load_s[block], self.streams[block]
+
+        def ran_again(option: SaveOption) -> float:
+            return float(option.place < option.segment - 1)
+
+        self.problem += rows.load[window] >= load_s * (stream - self.decisions.save(block, ran_again))
+        for length in self.lengths:
+            place = block % length
+            after = range(block + 1, block - place + length)
+            for others in itertools.combinations(after, self.num_slots):
+                used = pulp.lpSum(self.streams[other] for other in others)
+                all_of = self._in(block, length, place) + stream + used - (1 + len(others))
+                self.problem += rows.load[window] >= load_s * all_of
+
+    def _order_rows(self, window: int) -> None:
+        """The first block waits for its upload, the last block's backward for all of them."""
+        rows, last = self.rows, self._block(window)
+        own_s = rows.comp[window] - rows.recompute[window]
+        uploaded = rows.tx[window] + rows.again[window] + rows.load[window]
+        self.problem += rows.tc[window + 1] >= uploaded + own_s
+        for length in self.lengths:
+            if last % length != length - 1 or self._at_turn(window, length):
+                continue
+            first = last - length + 1
+            off = 2 - self.streams[first] - self._in(last, length, length - 1)
+            ready = rows.tx[window] + self.load_s[first]
+            self.problem += rows.tc[window] >= ready - (rows.horizon_s + self.load_s[first]) * off
