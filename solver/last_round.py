@@ -13,13 +13,12 @@ import numpy as np
 from lazysched.solver.explore import variations
 from lazysched.solver.instance import Instance
 from lazysched.solver.judge import Judge, Judged
-from lazysched.solver.plans import Choices
-from lazysched.solver.recipes import Found
+from lazysched.solver.plans import Choices, Found
 from lazysched.solver.search import TIE, allowed_states
 from lazysched.solver.window_replay import ChoiceBatch, Ints, WindowReplay
 
 GROUPS = (1, 2, 4)
-"""Aligned neighbours that are changed together, beside runs of equal blocks and all blocks of a kind."""
+"""Aligned neighbours that are changed together, as segments lie, beside runs of equal blocks and all of a kind."""
 MAX_FAILURES = 8
 """Changes that are simulated without a gain before the round ends: gains were among the first six."""
 HOPELESS = 0.01
@@ -66,6 +65,7 @@ def _ranked(judge: Judge, best: Judged) -> list[Found]:
         instance = judge.space.instance(candidate)
         replay = WindowReplay(instance)
         batch = single_changes(instance, choices) if candidate == own else current
+        batch = batch.rows(replay.whole(batch))
         batch = batch.rows(replay.fits(batch, judge.space.budgets(instance)))
         step_s = replay.evaluate(batch).step_s
         hopeful = np.flatnonzero(step_s < before_s * (1 + HOPELESS))
@@ -106,15 +106,18 @@ def groups(instance: Instance, choices: Choices) -> list[tuple[int, ...]]:
     return [group for group in dict.fromkeys(found) if len({_options(instance, i) for i in group}) == 1]
 
 
-def _options(instance: Instance, block: int) -> tuple[int, int]:
-    return id(instance.saves[block]), id(instance.states[block])
+def _options(instance: Instance, block: int) -> tuple[object, ...]:
+    """What the block can choose among, whatever its place in a segment, so that blocks of one are changed together."""
+    saves = ((id(o.variant), o.tier, o.segment) for o in instance.saves[block])
+    return *saves, instance.states[block]
 
 
 def _alike(instance: Instance, choices: Choices) -> Iterator[tuple[int, ...]]:
     """Runs of blocks that are decided alike, and all blocks that are."""
-    kinds = [(*_options(instance, i), choices.saves[i], choices.states[i]) for i in range(instance.num_blocks)]
-    edges = [i for i in range(1, len(kinds)) if kinds[i] != kinds[i - 1]]
-    for begin, end in zip([0, *edges], [*edges, len(kinds)], strict=True):
+    length = instance.num_blocks
+    kinds = [(_options(instance, i), choices.saves[i], choices.states[i]) for i in range(length)]
+    edges = [i for i in range(1, length) if kinds[i] != kinds[i - 1]]
+    for begin, end in zip([0, *edges], [*edges, length], strict=True):
         yield tuple(range(begin, end))
     for kind in dict.fromkeys(kinds):
         yield tuple(i for i, other in enumerate(kinds) if other == kind)

@@ -8,13 +8,12 @@ from lazysched.schemas import Profile, Update
 from lazysched.solver.instance import Candidate, Instance, offload_limits
 from lazysched.solver.judge import Judge, Judged
 from lazysched.solver.last_round import MAX_FAILURES, groups, improved, single_changes
-from lazysched.solver.options import EXECUTABLE
+from lazysched.solver.options import EVERYTHING, EXECUTABLE, LENGTHS, Scope
 from lazysched.solver.pins import parse_pins
-from lazysched.solver.plans import Choices
-from lazysched.solver.recipes import Found
+from lazysched.solver.plans import Choices, Found
 from lazysched.solver.search import always
 from lazysched.solver.space import Settings, Space
-from lazysched.solver.window_replay import ChoiceBatch
+from lazysched.solver.window_replay import ChoiceBatch, WindowReplay
 from tests.solver.random_instances import with_two_structures
 from tests.solver.synthetic import tiny_profile
 
@@ -24,10 +23,10 @@ KEPT, INPUT_ONLY = 0, 1
 """Save options of the tiny profile where nothing leaves for the host."""
 
 
-def judge_of(gpu_bytes: int, *pins: str, host_bytes: int = 1000 * MB, profile: Profile = PROFILE) -> Judge:
+def judge_of(gpu_bytes: int, *pins: str, profile: Profile = PROFILE, scope: Scope = EXECUTABLE) -> Judge:
     settings = Settings(
-        profile, 1, {"gpu": gpu_bytes, "host": host_bytes, "nvme": 0}, ("pinned",), Update(), "hybrid8",
-        parse_pins(pins, profile.stages), EXECUTABLE.without_files(), 10.0, 0.01, 0,
+        profile, 1, {"gpu": gpu_bytes, "host": 1000 * MB, "nvme": 0}, ("pinned",), Update(), "hybrid8",
+        parse_pins(pins, profile.stages), scope.without_files(), 10.0, 0.01, 0,
     )  # fmt: skip
     return Judge(Space(settings))
 
@@ -75,6 +74,19 @@ class TestChanges:
         assert {(0, 1, 2), (3, 4), (5,), (0, 1, 2, 5)} <= set(found)
         assert len(found) == len(set(found))
 
+    def test_segments_are_changed_as_a_whole(self) -> None:
+        candidate = Candidate(1, 1, segments=LENGTHS)
+        instance = Instance(PROFILE, candidate, "hybrid8", Update(), (), EVERYTHING.without_files())
+        alone = tuple(next(k for k, o in enumerate(options) if o.segment == 1) for options in instance.saves)
+        batch = single_changes(instance, Choices(("gpu",) * 6, alone, 0))
+        whole = batch.rows(WindowReplay(instance).whole(batch))
+        assert len(whole.vocabulary) < len(batch.vocabulary)
+        lengths = {
+            tuple(options[k].segment for options, k in zip(instance.saves, row, strict=True)) for row in whole.saves
+        }
+        assert {(2, 2, 1, 1, 1, 1), (1, 1, 2, 2, 1, 1), (4, 4, 4, 4, 1, 1)} <= lengths
+        assert (4, 4, 1, 1, 1, 1) not in lengths
+
     def test_no_group_mixes_structures_or_what_is_pinned_otherwise(self) -> None:
         mixed = Instance(with_two_structures(PROFILE), Candidate(1, 1), "hybrid8", Update())
         pinned = Instance(
@@ -120,6 +132,20 @@ class TestImproved:
         best = improved(judge, start, always)
         assert (best.plan.prefetch_depth, best.plan.d2h_lag) == (2, 2)
         assert best.timeline.step_s < start.timeline.step_s * 0.95
+
+    def test_no_part_of_a_segment_is_left(self) -> None:
+        least = judged(judge_of(1000 * MB), recomputing()).timeline.peak_bytes["gpu"]
+        judge = judge_of(least + 30 * MB, scope=EVERYTHING)
+        candidate = Candidate(1, 1, segments=LENGTHS)
+        instance = judge.space.instance(candidate)
+        pairs = tuple(
+            next(k for k, o in enumerate(options) if (o.variant.name, o.segment) == ("input", 2))
+            for options in instance.saves
+        )
+        start = judge.simulated(Found(candidate, Choices(("streamed",) * 6, pairs, 0), 0.0))
+        best = improved(judge, start, always)
+        assert best.timeline.step_s < start.timeline.step_s
+        assert WindowReplay(instance).whole(ChoiceBatch.of([best.found.choices])).all()
 
     def test_pins_hold(self) -> None:
         judge = judge_of(1000 * MB, "block[1:3].save=input", "block[4].state=host")
