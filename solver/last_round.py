@@ -67,6 +67,8 @@ def _ranked(judge: Judge, best: Judged) -> list[Found]:
         batch = single_changes(instance, choices) if candidate == own else current
         batch = batch.rows(replay.whole(batch))
         batch = batch.rows(replay.fits(batch, judge.space.budgets(instance)))
+        if not len(batch.vocabulary):
+            continue
         step_s = replay.evaluate(batch).step_s
         hopeful = np.flatnonzero(step_s < before_s * (1 + HOPELESS))
         changes += [Found(candidate, batch.choices(int(k)), float(step_s[k])) for k in hopeful]

@@ -147,6 +147,15 @@ class TestImproved:
         assert best.timeline.step_s < start.timeline.step_s
         assert WindowReplay(instance).whole(ChoiceBatch.of([best.found.choices])).all()
 
+    def test_where_no_other_depth_fits(self) -> None:
+        candidate = Candidate(1, 1, segments=LENGTHS)
+        roomy = judge_of(1000 * MB, scope=EVERYTHING)
+        fours = Choices(("streamed",) * 6, (1,) * 6, 0)
+        start = roomy.simulated(Found(candidate, fours, 0.0))
+        judge = judge_of(start.timeline.peak_bytes["gpu"] + 1000, scope=EVERYTHING)
+        best = improved(judge, judge.simulated(Found(candidate, fours, 0.0)), always)
+        assert best.timeline.step_s <= start.timeline.step_s
+
     def test_pins_hold(self) -> None:
         judge = judge_of(1000 * MB, "block[1:3].save=input", "block[4].state=host")
         instance = judge.space.instance(Candidate(1, 1))
