@@ -1,9 +1,9 @@
-"""The command line: ``lazysched profile | solve | explain | simulate | compare | plot | train | quickstart``.
+"""The command line: ``lazysched profile | solve | explain | simulate | compare | plot | train | quickstart | doctor``.
 
 Nothing here computes. Each command reads its files first, so that a wrong one is refused at once, and imports what
 it runs only then: ``--help`` and ``solve`` never load torch.
 
-Exit codes: 0 done, 1 the run failed, 2 wrong usage, 130 interrupted.
+Exit codes: 0 done, 1 the run failed, 2 wrong usage, 130 interrupted, 143 ended by SIGTERM after saving.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import typer
 from rich.console import Console
 from typer.exceptions import TyperException
 
-from lazysched import plan_commands, plot_command
+from lazysched import doctor_command, plan_commands, plot_command
 from lazysched.cli_hardware import measure_machine
 from lazysched.errors import LazyschedError, UsageError
 from lazysched.outputs import require_folder_of
@@ -210,6 +210,13 @@ def train(
     trace_steps: Annotated[
         str | None, typer.Option(metavar="FROM:TO", help="Which steps, counted from 0, TO left out. [2:5]")
     ] = None,
+    save_steps: Annotated[int, typer.Option(min=0, help="Steps between two checkpoints; 0 saves none.")] = 500,
+    save_total_limit: Annotated[int | None, typer.Option(min=1, help="Checkpoints that stay. [all]")] = None,
+    save_state_limit: Annotated[
+        int, typer.Option(min=1, help="Checkpoints that keep optimizer state; older ones keep the model.")
+    ] = 2,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest valid checkpoint.")] = False,
+    resume_from_checkpoint: Annotated[str | None, typer.Option(help="Go on from this checkpoint.")] = None,
 ) -> None:
     """Train MODEL as the plan says and write a Hugging Face folder."""
     schedule = Plan.load(plan)
@@ -240,6 +247,11 @@ def train(
         logging_steps=logging_steps,
         trace=trace,
         trace_steps=steps,
+        save_steps=save_steps,
+        save_total_limit=save_total_limit,
+        save_state_limit=save_state_limit,
+        resume=resume,
+        resume_from_checkpoint=resume_from_checkpoint,
         console=console,
     )
     console.print(comparison_table(result, "training"))
@@ -264,3 +276,4 @@ def _explicit(choice: str) -> str | None:
 
 plan_commands.register(app)
 plot_command.register(app)
+doctor_command.register(app)

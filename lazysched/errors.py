@@ -4,6 +4,7 @@
     ├── UsageError            exit 2   input that can be named and mended before anything runs (also a ValueError)
     ├── InfeasibleError       exit 1   no plan fits the budgets; carries what is missing and what would help
     ├── TimeLimitError        exit 1   the solver stopped before it found any plan
+    ├── StoppedError          exit 130 training was stopped by Ctrl-C, 143 by SIGTERM
     └── RunError              exit 1   training or measuring could not go on
         └── PinError          exit 1   host memory cannot be page-locked; carries how much was
 
@@ -78,6 +79,19 @@ class InfeasibleError(LazyschedError):
 
 class TimeLimitError(LazyschedError):
     """The solver's time limit passed without any feasible plan."""
+
+
+class StoppedError(LazyschedError):
+    """A signal stopped training after a step; the message says what was saved.
+
+    Attributes:
+        exit_code: 128 and the signal's number.
+    """
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        """Keep the exit code beside the message."""
+        super().__init__(message)
+        self.exit_code = exit_code
 
 
 class RunError(LazyschedError):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import mmap
 import os
 import shutil
@@ -16,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from lazysched.direct_io import turn_on_direct
 from lazysched.errors import RunError, UsageError
 from lazysched.profiles.clock import durations_of
 from lazysched.profiles.random_data import fill_bytes
@@ -92,27 +92,12 @@ def _measure(descriptor: int, memory: mmap.mmap, repeats: int | None) -> tuple[d
     os.posix_fallocate(descriptor, 0, SIZES[-1])
     view = memoryview(memory)
     try:
-        is_direct = _turn_on_direct(descriptor, view)
+        is_direct = turn_on_direct(descriptor, view)
         write = [(size, _rate(_writing(descriptor, view[:size], is_direct), size, repeats)) for size in SIZES]
         read = [(size, _rate(_reading(descriptor, view[:size], is_direct), size, repeats)) for size in SIZES]
     finally:
         view.release()
     return {"nvme_read": Curve(points=read), "nvme_write": Curve(points=write)}, is_direct
-
-
-def _turn_on_direct(descriptor: int, view: memoryview) -> bool:
-    """Switch the file to direct I/O; False where its file system refuses, at once or at the first write."""
-    flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
-    try:
-        fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | os.O_DIRECT)
-        os.pwritev(descriptor, [view], 0)
-    except OSError as error:
-        if error.errno not in {errno.EINVAL, errno.EOPNOTSUPP}:
-            raise
-        fcntl.fcntl(descriptor, fcntl.F_SETFL, flags)
-        os.pwritev(descriptor, [view], 0)
-        return False
-    return True
 
 
 def _writing(descriptor: int, part: memoryview, is_direct: bool) -> Callable[[], None]:

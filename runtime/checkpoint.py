@@ -30,6 +30,8 @@ SLICE_BYTES = 64_000_000
 MAX_SHARD_BYTES = 1_000_000_000
 _STORED_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 """Stored types that are plain numbers; every other one needs scales that only a quantiser's own code knows."""
+_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "I8": torch.int8, "U8": torch.uint8}
+"""Stored types of weights and optimizer state in checkpoints."""
 _COPIED_FILES = (
     "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
     "vocab.json", "merges.txt", "vocab.txt", "*.model", "*.tiktoken", "chat_template.jinja", "chat_template.json",
@@ -96,10 +98,35 @@ class TensorReader:
                 f"use the model's float16, bfloat16 or float32 checkpoint"
             )
         del slices  # it would keep the file mapped
+        self._copy(name, destination, _STORED_BYTES[stored])
+
+    def read_exactly(self, name: str, destination: torch.Tensor) -> None:
+        """Copy tensor ``name`` into ``destination`` to the bit.
+
+        Args:
+            name: the tensor's name in the checkpoint.
+            destination: same shape, of the stored dtype, on any device.
+
+        Raises:
+            UsageError: the tensor is missing, or of another shape or dtype.
+        """
+        slices = self._slices(name)
+        found = _DTYPES.get(slices.get_dtype()), tuple(slices.get_shape())
+        del slices
+        if found != (destination.dtype, tuple(destination.shape)):
+            raise UsageError(
+                f"{self._files[name]}: {name}: {found[0]} of shape {found[1]}, the run needs {destination.dtype} of "
+                f"shape {tuple(destination.shape)}; use the plan that the checkpoint was made with"
+            )
+        self._copy(name, destination, destination.dtype.itemsize)
+
+    def _copy(self, name: str, destination: torch.Tensor, stored_bytes: int) -> None:
+        """Copy slice by slice; ``stored_bytes`` are those of an element in the file."""
+        shape = tuple(destination.shape)
         if not shape:
             destination.copy_(self._slices(name)[...])
             return
-        row_bytes = max(1, math.prod(shape[1:]) * _STORED_BYTES[stored])
+        row_bytes = max(1, math.prod(shape[1:]) * stored_bytes)
         num_rows = max(1, SLICE_BYTES // row_bytes)
         for start in range(0, shape[0], num_rows):
             stop = min(start + num_rows, shape[0])
@@ -201,45 +228,81 @@ def write_folder(
         UsageError: ``output_dir`` cannot be used; see ``check_output_dir``.
         RunError: writing failed, for example because the disk is full.
     """
-    num_bytes = sum(math.prod(shape) for _, shape in tensors) * dtype.itemsize
-    check_output_dir(output_dir, num_bytes)
+    check_output_dir(output_dir, sum(math.prod(shape) for _, shape in tensors) * dtype.itemsize)
     with new_folder(output_dir) as folder:
-        _write_config(folder, config, dtype)
-        for pattern in _COPIED_FILES if source_dir is not None else ():
-            for path in Path(source_dir or "").glob(pattern):
-                shutil.copyfile(path, folder / path.name)
         for name, text in (extra_files or {}).items():
             (folder / name).write_text(text, encoding="utf-8")
-        _write_weights(folder, _shards(tensors, dtype.itemsize, max_shard_bytes), fetch, num_bytes)
+        write_model(folder, config, tensors, fetch, dtype, source_dir, max_shard_bytes)
 
 
-def _shards(tensors: Sequence[tuple[str, tuple[int, ...]]], element_bytes: int, max_bytes: int) -> list[list[str]]:
-    """Names per file, filled in order."""
-    shards: list[list[str]] = [[]]
-    used_bytes = 0
-    for name, shape in tensors:
-        num_bytes = math.prod(shape) * element_bytes
-        if shards[-1] and used_bytes + num_bytes > max_bytes:
-            shards.append([])
-            used_bytes = 0
-        shards[-1].append(name)
-        used_bytes += num_bytes
-    return shards
+def write_model(
+    folder: Path,
+    config: PretrainedConfig,
+    tensors: Sequence[tuple[str, tuple[int, ...]]],
+    fetch: Callable[[str], torch.Tensor],
+    dtype: torch.dtype,
+    source_dir: Path | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> None:
+    """Put a model into a folder that exists; arguments as for ``write_folder``.
+
+    Raises:
+        RunError: the writer of safetensors files failed.
+        OSError: another file could not be written.
+    """
+    _write_config(folder, config, dtype)
+    for pattern in _COPIED_FILES if source_dir is not None else ():
+        for path in Path(source_dir or "").glob(pattern):
+            shutil.copyfile(path, folder / path.name)
+    sizes = [(name, math.prod(shape) * dtype.itemsize) for name, shape in tensors]
+    write_shards(folder, "model", sizes, fetch, max_shard_bytes)
 
 
-def _write_weights(folder: Path, shards: list[list[str]], fetch: Callable[[str], torch.Tensor], num_bytes: int) -> None:
+def write_shards(
+    folder: Path,
+    stem: str,
+    sizes: Sequence[tuple[str, int]],
+    fetch: Callable[[str], torch.Tensor],
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> None:
+    """Write tensors as safetensors files, and their index where there are several.
+
+    Args:
+        folder: exists.
+        stem: files are ``{stem}.safetensors``, or ``{stem}-00001-of-0000N.safetensors``.
+        sizes: (name, bytes) of the tensors in the order of writing.
+        fetch: name -> contiguous CPU tensor of so many bytes; those of one file are held at a time.
+        max_shard_bytes: of one file; a larger tensor gets a file of its own.
+
+    Raises:
+        RunError: the writer failed.
+    """
+    shards = _shards(sizes, max_shard_bytes)
     weight_map: dict[str, str] = {}
     for i, names in enumerate(shards, start=1):
-        file = "model.safetensors" if len(shards) == 1 else f"model-{i:05d}-of-{len(shards):05d}.safetensors"
+        file = f"{stem}.safetensors" if len(shards) == 1 else f"{stem}-{i:05d}-of-{len(shards):05d}.safetensors"
         try:
             save_file({name: fetch(name) for name in names}, folder / file, metadata={"format": "pt"})
         except SafetensorError as error:  # how the writer reports a full disk
             raise RunError(f"{folder / file}: cannot be written ({error}); free disk space") from error
         weight_map.update(dict.fromkeys(names, file))
     if len(shards) > 1:
-        index = {"metadata": {"total_size": num_bytes}, "weight_map": weight_map}
+        index = {"metadata": {"total_size": sum(size for _, size in sizes)}, "weight_map": weight_map}
         text = json.dumps(index, indent=1) + "\n"
-        (folder / "model.safetensors.index.json").write_text(text, encoding="utf-8")
+        (folder / f"{stem}.safetensors.index.json").write_text(text, encoding="utf-8")
+
+
+def _shards(sizes: Sequence[tuple[str, int]], max_bytes: int) -> list[list[str]]:
+    """Names per file, filled in order."""
+    shards: list[list[str]] = [[]]
+    used_bytes = 0
+    for name, num_bytes in sizes:
+        if shards[-1] and used_bytes + num_bytes > max_bytes:
+            shards.append([])
+            used_bytes = 0
+        shards[-1].append(name)
+        used_bytes += num_bytes
+    return shards
 
 
 def _write_config(folder: Path, config: PretrainedConfig, dtype: torch.dtype) -> None:

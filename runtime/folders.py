@@ -1,6 +1,7 @@
 """Folders that appear whole or not at all.
 
 A folder is filled as a hidden sibling and renamed when it is complete, so that its name never shows half of it.
+Checkpoints of a run (``checkpoint-N``) lie in the folder that its result goes to, and stay when that is replaced.
 """
 
 from __future__ import annotations
@@ -19,6 +20,9 @@ from lazysched.errors import RunError
 
 MANIFEST = "lazysched.json"
 """Lists what we wrote into a folder: only such a folder, with nothing of others in it, is ever replaced."""
+STATE_FILE = "training_state.json"
+"""The first file that is written into a checkpoint and the last that is removed: by it ours are told from others'."""
+_CHECKPOINT = re.compile(r"(tmp-)?checkpoint-\d+")
 
 
 @contextlib.contextmanager
@@ -37,7 +41,7 @@ def new_folder(target: Path) -> Iterator[Path]:
     try:
         _remove_leftovers(target)
         temporary.mkdir()
-        with _locked(temporary):
+        with locked(temporary):
             try:
                 yield temporary
                 _seal(temporary)
@@ -51,9 +55,23 @@ def new_folder(target: Path) -> Iterator[Path]:
 
 
 def foreign_entry(folder: Path) -> str | None:
-    """First entry of ``folder`` that ``new_folder`` did not write; None for an empty folder or one wholly ours."""
+    """First entry of ``folder`` that ``new_folder`` did not write and that is no checkpoint; None if all is ours."""
     ours = _listed(folder / MANIFEST)
-    return min((entry.name for entry in folder.iterdir() if entry.name not in ours), default=None)
+    entries = (entry for entry in folder.iterdir() if entry.name not in ours and not is_checkpoint(entry))
+    return min((entry.name for entry in entries), default=None)
+
+
+def is_checkpoint(entry: Path) -> bool:
+    """Whether ``entry`` is a checkpoint that a run began to write, whole or not."""
+    if not _CHECKPOINT.fullmatch(entry.name) or entry.is_symlink() or not entry.is_dir():
+        return False
+    return (entry / STATE_FILE).is_file() or not any(entry.iterdir())
+
+
+def undo_cut_swap(target: Path) -> None:
+    """Put right what a process left that was killed while it replaced ``target``; nothing to do otherwise."""
+    if target.parent.is_dir():
+        _remove_leftovers(target.resolve())
 
 
 def _listed(manifest: Path) -> set[str]:
@@ -66,7 +84,7 @@ def _listed(manifest: Path) -> set[str]:
 
 
 @contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
+def locked(folder: Path) -> Iterator[None]:
     """Hold the folder's lock, which the kernel drops when the process dies: so a leftover is told from work."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
@@ -79,10 +97,11 @@ def _locked(folder: Path) -> Iterator[None]:
 def _remove_leftovers(target: Path) -> None:
     """Clear away what killed processes left beside ``target``; undo a swap that was cut between its two renames."""
     for folder in _named_by_pid(target, "tmp"):
-        with contextlib.suppress(BlockingIOError), _locked(folder):
+        with contextlib.suppress(BlockingIOError), locked(folder):
             shutil.rmtree(folder)
     for folder in _named_by_pid(target, "old"):
         if target.exists():
+            _carry_checkpoints(folder, target)
             shutil.rmtree(folder)
         else:
             folder.rename(target)
@@ -94,15 +113,23 @@ def _named_by_pid(target: Path, kind: str) -> list[Path]:
     return [path for path in target.parent.iterdir() if pattern.fullmatch(path.name) and path.is_dir()]
 
 
+def _carry_checkpoints(retired: Path, target: Path) -> None:
+    """Move checkpoints to the new folder; each is one rename, so that none is lost wherever this is cut."""
+    for entry in retired.iterdir() if retired.is_dir() else ():
+        if is_checkpoint(entry):
+            entry.rename(target / entry.name)
+
+
 def _seal(folder: Path) -> None:
     """Write the manifest and make every file durable, so that the rename cannot outlive its contents."""
     files = sorted(entry.name for entry in folder.iterdir())
     (folder / MANIFEST).write_text(json.dumps({"files": files}, indent=1) + "\n", encoding="utf-8")
     for path in [*folder.iterdir(), folder]:
-        _sync(path)
+        sync(path)
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Make a file's bytes, or a folder's entries, durable."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -127,5 +154,7 @@ def _swap(temporary: Path, target: Path) -> None:
         if retired.exists():
             retired.rename(target)
         raise
-    _sync(target.parent)
+    _carry_checkpoints(retired, target)
+    for folder in (target, target.parent):
+        sync(folder)
     shutil.rmtree(retired, ignore_errors=True)

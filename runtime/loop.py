@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import statistics
@@ -15,6 +16,7 @@ from lazysched.runtime.executor import Executor, StepResult
 from lazysched.runtime.recorder import Recorder
 from lazysched.runtime.schedule import LearningRateSchedule
 
+LOG_FILE = "train_log.jsonl"
 MAX_NOT_FINITE_IN_A_ROW = 3
 MAX_NAMED_STAGES = 6
 WARM_UP_STEPS = 2
@@ -37,9 +39,24 @@ class StepRow:
 
 @dataclass
 class History:
-    """Rows of all steps."""
+    """Rows of all steps.
+
+    Attributes:
+        rows: one a step.
+        num_restored: how many of them a checkpoint brought, measured by another process.
+    """
 
     rows: list[StepRow] = field(default_factory=list)
+    num_restored: int = 0
+
+    @property
+    def num_done(self) -> int:
+        """Steps done."""
+        return len(self.rows)
+
+    def counts(self, step: int) -> bool:
+        """Whether a step says what steps take: warm-up compiles, and a skipped step updates nothing."""
+        return step >= self.num_restored + WARM_UP_STEPS and not self.rows[step].skipped
 
     @property
     def losses(self) -> list[float]:
@@ -54,7 +71,7 @@ class History:
     @property
     def step_s(self) -> float | None:
         """Median time of a step after warm-up; None for a run that is shorter than that."""
-        times = [row.step_s for row in self.rows[WARM_UP_STEPS:]]
+        times = [row.step_s for row in self.rows[self.num_restored + WARM_UP_STEPS :]]
         return statistics.median(times) if times else None
 
     def jsonl(self) -> str:
@@ -62,8 +79,23 @@ class History:
         return "".join(json.dumps(asdict(row)) + "\n" for row in self.rows)
 
 
+@dataclass(frozen=True)
+class Breaks:
+    """What happens between steps.
+
+    Attributes:
+        is_due: steps done -> whether to save then.
+        save: called with the history when it is due, everything launched so far being done.
+        stop: whether to end after this step.
+    """
+
+    is_due: Callable[[int], bool] = lambda num_done: False
+    save: Callable[[History], None] = lambda history: None
+    stop: Callable[[], bool] = lambda: False
+
+
 class TrainingLoop:
-    """Runs ``num_steps`` steps.
+    """Runs the steps of the schedule that are not in the history.
 
     Args:
         executor: with weights loaded.
@@ -71,6 +103,8 @@ class TrainingLoop:
         schedule: step -> learning rate.
         report: called with each row as it becomes known.
         recorder: times the operations of its steps; None times none.
+        history: of the steps before; None: a new run.
+        breaks: what happens between steps.
     """
 
     def __init__(
@@ -80,11 +114,15 @@ class TrainingLoop:
         schedule: LearningRateSchedule,
         report: Callable[[StepRow], None],
         recorder: Recorder | None = None,
+        history: History | None = None,
+        breaks: Breaks = Breaks(),
     ) -> None:
-        self._recorder = recorder
+        self._recorder, self._breaks = recorder, breaks
         self._executor, self._batch_of, self._schedule, self._report = executor, batch_of, schedule, report
-        self._history = History()
-        self._not_finite_in_a_row = 0
+        self._history = history or History()
+        finite = (math.isfinite(row.grad_norm) for row in reversed(self._history.rows))
+        self._not_finite_in_a_row = len(list(itertools.takewhile(lambda is_finite: not is_finite, finite)))
+        self._waiting: tuple[int, Batch, StepResult] | None = None
         self._last_end = executor.mark()
 
     def run(self) -> History:
@@ -94,22 +132,35 @@ class TrainingLoop:
             RunError: the gradient was not finite ``MAX_NOT_FINITE_IN_A_ROW`` times in a row.
         """
         self._last_end = self._executor.mark()
-        waiting: tuple[int, Batch, StepResult] | None = None
-        for step in range(self._schedule.num_steps):
-            batch = self._batch_of(step)
-            timed = None if self._recorder is None else self._recorder.of(step)
-            result = self._executor.step(batch, self._schedule.rate(step), timed)
-            # Reading the numbers of a step that runs waits for it, so the next one is launched first.
-            if waiting is not None:
-                self._read(*waiting)
-            waiting = (step, batch, result)
-            if not result.is_running:
-                self._read(*waiting)
-                waiting = None
-        if waiting is not None:
-            self._read(*waiting)
-        self._executor.drain()
+        for step in range(self._history.num_done, self._schedule.num_steps):
+            self._launch(step)
+            if self._breaks.is_due(step + 1):
+                self._settle()
+                self._breaks.save(self._history)
+                self._last_end = self._executor.mark()
+            if self._breaks.stop():
+                break
+        self._settle()
         return self._history
+
+    def _launch(self, step: int) -> None:
+        batch = self._batch_of(step)
+        timed = None if self._recorder is None else self._recorder.of(step)
+        result = self._executor.step(batch, self._schedule.rate(step), timed)
+        # Reading the numbers of a step that runs waits for it, so the next one is launched first.
+        self._read_waiting()
+        self._waiting = (step, batch, result)
+        if not result.is_running:
+            self._read_waiting()
+
+    def _settle(self) -> None:
+        self._read_waiting()
+        self._executor.drain()
+
+    def _read_waiting(self) -> None:
+        if self._waiting is not None:
+            waiting, self._waiting = self._waiting, None
+            self._read(*waiting)
 
     def _read(self, step: int, batch: Batch, result: StepResult) -> None:
         loss, grad_norm, skipped = result.loss, result.grad_norm, result.skipped

@@ -15,7 +15,9 @@ from lazysched.units import format_seconds
 class ProgressReport:
     """Shows step, loss, gradient norm, learning rate, tokens per second and step time, beside the plan's prediction."""
 
-    def __init__(self, console: Console, num_steps: int, predicted_step_s: float | None, logging_steps: int) -> None:
+    def __init__(
+        self, console: Console, num_steps: int, predicted_step_s: float | None, logging_steps: int, num_done: int = 0
+    ) -> None:
         self._console, self._num_steps = console, num_steps
         self._predicted_step_s, self._logging_steps = predicted_step_s, logging_steps
         self._num_skipped = 0
@@ -26,7 +28,7 @@ class ProgressReport:
                 TextColumn("{task.description}"),
             )  # fmt: skip
             self._bar = Progress(*columns, console=console)
-            self._task = self._bar.add_task("", total=num_steps)
+            self._task = self._bar.add_task("", total=num_steps, completed=num_done)
 
     def __enter__(self) -> Self:
         if self._bar is not None:
@@ -49,6 +51,10 @@ class ProgressReport:
             self._console.print(
                 f"step {row.step + 1}/{self._num_steps} {text}", highlight=False, markup=False, soft_wrap=True
             )
+
+    def tell(self, text: str) -> None:
+        """Show a line that is no step."""
+        self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def _text(self, row: StepRow) -> str:
         predicted = "" if self._predicted_step_s is None else f" (plan {format_seconds(self._predicted_step_s)})"

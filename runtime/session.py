@@ -20,7 +20,7 @@ from lazysched.runtime.flat import flat_views
 from lazysched.runtime.hybrid8 import SMALLEST_EPSILON
 from lazysched.runtime.machine import claim, hold_to_budget
 from lazysched.runtime.model import Model
-from lazysched.runtime.stage_updates import AdamWFp32, AdamWSettings, Hybrid8Update, StageUpdate
+from lazysched.runtime.stage_updates import STEP_COEFFICIENT, AdamWFp32, AdamWSettings, Hybrid8Update, StageUpdate
 from lazysched.schemas import Plan, Stage
 from lazysched.schemas.executable import check_executable
 
@@ -148,6 +148,26 @@ class Session:
             if name in stage.params:
                 return self.updates[stage.id].weights[name].cpu()
         raise KeyError(name)
+
+    def state_names(self) -> list[tuple[str, int]]:
+        """Name and bytes of every part of the optimizer state, in the order of the stages."""
+        return [(name, part.nbytes) for update in self.updates.values() for name, part in update.parts.items()]
+
+    def state(self, name: str) -> torch.Tensor:
+        """A part of the optimizer state, flat, on the host; call ``executor.drain()`` first."""
+        return next(update.parts[name] for update in self.updates.values() if name in update.parts).cpu()
+
+    @property
+    def num_updates(self) -> int:
+        """Steps that changed something, as bias correction and random bits count them; drain the executor first."""
+        return int(self.buffers["gpu/scale"][STEP_COEFFICIENT])
+
+    def restore(self, read_into: Callable[[str, torch.Tensor], None], num_updates: int) -> None:
+        """Take weights and optimizer state to the bit; ``read_into(name, target)`` copies one stored tensor."""
+        for update in self.updates.values():
+            for name, target in (update.weights | update.parts).items():
+                read_into(name, target)
+        self.buffers["gpu/scale"][STEP_COEFFICIENT] = num_updates
 
     def gradients(self, stage: Stage) -> dict[str, torch.Tensor]:
         """The last step's gradients of a stage, before clipping, in the computing dtype."""

@@ -145,6 +145,8 @@ def _indexed_files(index: Path) -> dict[str, Path]:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UsageError(f"{index}: not a safetensors index ({_one_line(error)}); download it again") from None
     for path in sorted(set(wanted.values())):
+        if path.parent != index.parent or path.name == "..":
+            raise UsageError(f"{index}: names {path}, which lies outside its folder; download the model again")
         if not path.is_file():
             raise UsageError(f"{path}: missing, though {index.name} names it; download the model again")
     found = _tensors_of(sorted(set(wanted.values())))

@@ -24,7 +24,8 @@ from lazysched.schemas import Stage
 CPU_UPDATE_CHUNK = 1 << 20
 """Elements updated at a time on the CPU: master, moments and gradient of a chunk stay in the outer caches."""
 
-_SKIP, _STEP = (Coefficients._fields.index(name) for name in ("skip", "step"))
+_SKIP, STEP_COEFFICIENT = (Coefficients._fields.index(name) for name in ("skip", "step"))
+_PARTS = ("master", "correction", "first", "second", "first_scale", "second_scale")
 
 Fill = Callable[[torch.Tensor], object]
 """Writes one tensor's values into a tensor of its shape, any float dtype."""
@@ -72,7 +73,7 @@ class StepScale:
     @property
     def step(self) -> torch.Tensor:
         """fp32 scalar, number of updates including this one."""
-        return self.coefficients[_STEP]
+        return self.coefficients[STEP_COEFFICIENT]
 
 
 class StageUpdate(Protocol):
@@ -80,9 +81,11 @@ class StageUpdate(Protocol):
 
     Attributes:
         weights: name -> view of the stage's weights in the computing dtype.
+        parts: ``name.part`` -> flat view of the optimizer state; with the weights it is all that a run goes on from.
     """
 
     weights: dict[str, torch.Tensor]
+    parts: dict[str, torch.Tensor]
 
     def load(self, name: str, fill: Fill, stored: torch.dtype) -> None:
         """Take one tensor's value, with all the bits that the master has; needs memory for that tensor at most.
@@ -119,6 +122,8 @@ class AdamWFp32:
         first, second = segments[-2:]
         named = [flat_views(flat, stage, element_bytes) for flat in (weights, grads, master, first, second)]
         self.weights, self.master = named[0], named[2]
+        stored = {"first": named[3], "second": named[4]} | ({"master": named[2]} if self.has_master else {})
+        self.parts = {f"{name}.{part}": views[name].view(-1) for part, views in stored.items() for name in stage.params}
         self._settings = settings
         self._tensors = [
             (tuple(views[name].view(-1) for views in named), 0.0 if _undecayed(name, shape) else settings.weight_decay)
@@ -192,6 +197,12 @@ class Hybrid8Update:
         self._states = {
             tensor.name: _carve(tensor, self.weights[tensor.name], named_grads[tensor.name], state, settings)
             for tensor in hybrid8_layout(stage, element_bytes, fp32_elements)[0]
+        }
+        self.parts = {
+            f"{name}.{part}": tensor
+            for name, state in self._states.items()
+            for part in _PARTS
+            if (tensor := getattr(state, part, None)) is not None
         }
         self._prepared = prepare(list(self._states.values()), threads=threads)
 

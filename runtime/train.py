@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import re
-import traceback
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -14,23 +11,29 @@ from rich.console import Console
 from transformers import AutoTokenizer
 
 from lazysched.chrome_trace import check_trace_file, save_chrome_trace
-from lazysched.errors import RunError, UsageError
+from lazysched.errors import LazyschedError, RunError, StoppedError, UsageError
 from lazysched.runtime import data as data_module
 from lazysched.runtime import machine
+from lazysched.runtime.arguments import check_numbers, check_optimizer, choose_device
 from lazysched.runtime.checkpoint import TensorReader, check_output_dir, write_folder
-from lazysched.runtime.loop import WARM_UP_STEPS, History, StepRow, TrainingLoop, mean_loss
+from lazysched.runtime.folders import undo_cut_swap
+from lazysched.runtime.loop import LOG_FILE, WARM_UP_STEPS, Breaks, History, TrainingLoop, mean_loss
 from lazysched.runtime.progress import ProgressReport
 from lazysched.runtime.recorder import Recorder, make_recording
+from lazysched.runtime.resuming import Checkpoint, check_same_run, choose_checkpoint, restore
+from lazysched.runtime.run_memory import RunMemory, out_of_memory
+from lazysched.runtime.saving import Checkpoints, SavingPolicy
 from lazysched.runtime.schedule import LearningRateSchedule, SchedulerType
 from lazysched.runtime.session import Session
 from lazysched.runtime.sources import ModelSource, resolve_model
 from lazysched.runtime.stage_updates import AdamWSettings
+from lazysched.runtime.stopping import StopSignals
+from lazysched.runtime.training_state import TrainingState, Value, fixed_fields, plan_sha256
 from lazysched.schemas import Engine, Plan
 from lazysched.schemas.recording import RECORDING_FILE
 from lazysched.timeline import Interval, TimedSteps, timed_steps
-from lazysched.units import format_bytes, format_slice
+from lazysched.units import format_slice
 
-LOG_FILE = "train_log.jsonl"
 TIMED_STEPS = slice(WARM_UP_STEPS, WARM_UP_STEPS + 3)
 """Steps whose operations are timed in every run; the first of them only shows where the next one begins."""
 
@@ -92,6 +95,11 @@ def train(
     logging_steps: int = 1,
     trace: str | None = None,
     trace_steps: slice | None = None,
+    save_steps: int = 500,
+    save_total_limit: int | None = None,
+    save_state_limit: int = 2,
+    resume: bool = False,
+    resume_from_checkpoint: str | None = None,
     console: Console | None = None,
 ) -> TrainResult:
     """Train as ``plan`` says and write the model to ``output_dir``, with what its operations took.
@@ -119,20 +127,29 @@ def train(
         logging_steps: steps between plain lines where there is no terminal.
         trace: file for a timeline of some steps in Chrome's trace format.
         trace_steps: which steps, counted from 0; None takes ``TIMED_STEPS``.
+        save_steps: steps between two checkpoints, ``checkpoint-N`` in ``output_dir``; 0 saves none but when stopped.
+        save_total_limit: how many checkpoints stay; None keeps all.
+        save_state_limit: how many of them keep their optimizer state; older ones keep the model.
+        resume: go on from the newest valid checkpoint in ``output_dir``, to the bit as if it had never ended.
+        resume_from_checkpoint: go on from this one.
         console: where progress goes.
 
     Raises:
-        UsageError: an argument, the plan, the model or the data is wrong; nothing was written.
-        RunError: the run failed; nothing was written.
+        UsageError: an argument, the plan, the model, the data or the checkpoint is wrong; nothing was written.
+        RunError: the run failed; nothing but checkpoints was written.
+        StoppedError: Ctrl-C or SIGTERM came; the step was finished and a checkpoint saved.
     """
-    _check_numbers(max_steps, num_train_epochs, learning_rate, warmup_ratio, max_grad_norm, logging_steps)
-    _check_optimizer(adam_beta1, adam_beta2, adam_epsilon, weight_decay)
+    check_numbers(max_steps, num_train_epochs, learning_rate, warmup_ratio, max_grad_norm, logging_steps)
+    check_optimizer(adam_beta1, adam_beta2, adam_epsilon, weight_decay)
+    policy = SavingPolicy(save_steps, save_total_limit, save_state_limit)
     console = console or Console()
-    target = _device(device)
+    target = choose_device(device)
     folder = Path(output_dir)
+    undo_cut_swap(folder)
     check_output_dir(folder)
     if trace is not None:
         check_trace_file(Path(trace), folder)
+    start = choose_checkpoint(folder, resume, resume_from_checkpoint, console)
     inputs = _read_inputs(plan, model, data, eval_data, init, console)
     _compare_hardware(plan, target, console)
     settings = AdamWSettings(adam_beta1, adam_beta2, adam_epsilon, weight_decay, seed)
@@ -140,24 +157,43 @@ def train(
     batches = _batches(plan, inputs, data, seed, console)
     num_steps = batches.num_steps(num_train_epochs) if max_steps is None else max_steps
     schedule = LearningRateSchedule(learning_rate, lr_scheduler_type, num_steps, warmup_ratio)
-    traced = _traced_steps(trace, trace_steps, num_steps)
-    recorder = Recorder({*range(num_steps)[TIMED_STEPS], *traced}, target)
-    memory = _Memory(target, plan)
+    kept: dict[str, Value] = {
+        "plan_sha256": plan_sha256(plan), "num_steps": num_steps, "learning_rate": learning_rate,
+        "lr_scheduler_type": lr_scheduler_type, "warmup_ratio": warmup_ratio, "weight_decay": weight_decay,
+        "max_grad_norm": clip_norm, "adam_beta1": adam_beta1, "adam_beta2": adam_beta2, "adam_epsilon": adam_epsilon,
+    }  # fmt: skip
+    origin = _Origin(fixed_fields(plan, inputs.train, seed), kept, batches)
+    history = History() if start is None else _history_of(start, origin, num_steps, console)
+    traced = _traced_steps(trace, trace_steps, history.num_done, num_steps)
+    recorder = Recorder({*_timed_steps(history.num_done, num_steps), *traced}, target)
+    memory = RunMemory(target, plan)
     try:
         with _open(plan, inputs.source, target, settings, clip_norm) as session:
-            _fill(session, inputs.source, init, seed)
+            checkpoints = Checkpoints(
+                session, folder, inputs.source.config_dir, policy, lambda rows: origin.state(rows, session), console,
+                last=None if start is None else start.path,
+            )  # fmt: skip
+            saves = any(policy.is_due(step) for step in range(history.num_done + 1, num_steps + 1))
+            check_output_dir(folder, checkpoints.num_bytes if saves else checkpoints.model_bytes)
+            _fill(session, inputs.source, init, seed, start)
             before = _held_out_loss(session, inputs)
             predicted = plan.predicted.step_s if plan.predicted else None
-            with ProgressReport(console, num_steps, predicted, logging_steps) as report:
-                history = TrainingLoop(session.executor, batches.batch, schedule, report, recorder).run()
+            progress = ProgressReport(console, num_steps, predicted, logging_steps, history.num_done)
+            with progress as report, StopSignals(report.tell) as stop:
+                breaks = Breaks(policy.is_due, checkpoints.save, stop)
+                loop = TrainingLoop(session.executor, batches.batch, schedule, report, recorder, history, breaks)
+                history = loop.run()
+                if stop():
+                    checkpoints.save(history)
+                    raise _stopped(stop, history, checkpoints)
             after = _held_out_loss(session, inputs)
             measured, program, intervals = memory.peaks(session), session.program, recorder.intervals()
-            counted = [interval for interval in intervals if _counts(history.rows[interval.step])]
-            _export(session, inputs.source, folder, history, counted)
+            counted = [interval for interval in intervals if history.counts(interval.step)]
+            _export(session, inputs.source, folder, history, counted, checkpoints)
     except (torch.OutOfMemoryError, torch.AcceleratorError) as error:  # the allocator's, and the driver's own
         if "out of memory" not in str(error):
             raise
-        raise _out_of_memory(plan, error) from None
+        raise out_of_memory(plan, error) from None
     if trace is not None:
         save_chrome_trace(Path(trace), program, [interval for interval in intervals if interval.step in traced])
     return TrainResult(
@@ -170,59 +206,58 @@ def train(
     )  # fmt: skip
 
 
-def _traced_steps(trace: str | None, trace_steps: slice | None, num_steps: int) -> range:
+@dataclass(frozen=True)
+class _Origin:
+    """What a checkpoint says of the run that made it."""
+
+    fixed: dict[str, Value]
+    arguments: dict[str, Value]
+    batches: data_module.Batches
+
+    def state(self, history: History, session: Session) -> TrainingState:
+        """Where the run stands after the rows of ``history``."""
+        epoch, position = divmod(history.num_done * session.plan.batch_size, self.batches.num_rows)
+        return TrainingState(
+            step=history.num_done, num_updates=session.num_updates, epoch=epoch, position=position,
+            fixed=self.fixed, arguments=self.arguments,
+        )  # fmt: skip
+
+
+def _history_of(start: Checkpoint, origin: _Origin, num_steps: int, console: Console) -> History:
+    """Rows of the steps before, once the run may go on from them."""
+    check_same_run(start, origin.fixed, origin.arguments, console)
+    if start.state.step > num_steps:
+        raise UsageError(
+            f"max_steps: {num_steps} is less than the {start.state.step} steps of {start.path}; give at least "
+            f"--max-steps {start.state.step}"
+        )
+    return start.history
+
+
+def _stopped(stop: StopSignals, history: History, checkpoints: Checkpoints) -> StoppedError:
+    where = f"go on from {checkpoints.last} with --resume" if checkpoints.last else "no checkpoint was saved"
+    return StoppedError(f"{stop.name}: stopped after step {history.num_done}; {where}", stop.exit_code)
+
+
+def _timed_steps(num_done: int, num_steps: int) -> range:
+    """Those of ``TIMED_STEPS``, counted from where the run begins or goes on."""
+    return range(num_done, num_steps)[TIMED_STEPS]
+
+
+def _traced_steps(trace: str | None, trace_steps: slice | None, num_done: int, num_steps: int) -> range:
     """Steps that go into the trace; none where there is no trace."""
     if trace is None:
         if trace_steps is not None:
             raise UsageError(f"trace_steps: {format_slice(trace_steps)} without a trace; name its file with --trace")
         return range(0)
-    asked = trace_steps or TIMED_STEPS
-    chosen = range(num_steps)[asked]
-    if not chosen:
+    chosen = _timed_steps(num_done, num_steps) if trace_steps is None else range(num_steps)[trace_steps]
+    if not any(step >= num_done for step in chosen):
+        steps = f"{num_steps} steps" if num_done == 0 else f"steps {num_done} to {num_steps - 1}"
         raise UsageError(
-            f"trace_steps: {format_slice(asked)} holds none of the run's {num_steps} steps, which count from 0; "
-            f"give others with --trace-steps"
+            f"trace_steps: {format_slice(trace_steps or TIMED_STEPS)} holds none of the run's {steps}, which count "
+            f"from 0; give others with --trace-steps"
         )
     return chosen
-
-
-def _counts(row: StepRow) -> bool:
-    """Whether a step says what steps take: warm-up compiles, and a skipped step updates nothing."""
-    return row.step >= WARM_UP_STEPS and not row.skipped
-
-
-def _check_numbers(
-    max_steps: int | None,
-    epochs: float,
-    learning_rate: float,
-    warmup_ratio: float,
-    max_grad_norm: float | None,
-    logging: int,
-) -> None:
-    wrong = {
-        "max_steps": max_steps is not None and max_steps < 1,
-        "num_train_epochs": not (math.isfinite(epochs) and epochs > 0),
-        "learning_rate": not (math.isfinite(learning_rate) and learning_rate >= 0),
-        "warmup_ratio": not 0 <= warmup_ratio <= 1,
-        "max_grad_norm": max_grad_norm is not None and not max_grad_norm >= 0,
-        "logging_steps": logging < 1,
-    }
-    values = dict(zip(wrong, (max_steps, epochs, learning_rate, warmup_ratio, max_grad_norm, logging), strict=True))
-    for name in (name for name, is_wrong in wrong.items() if is_wrong):
-        allowed = {"warmup_ratio": "between 0 and 1", "learning_rate": "0 or more", "max_grad_norm": "0 or more"}.get(
-            name, "above 0"
-        )
-        raise UsageError(f"{name}: {values[name]} is out of range; give a number {allowed}")
-
-
-def _check_optimizer(beta1: float, beta2: float, epsilon: float, weight_decay: float) -> None:
-    for name, beta in (("adam_beta1", beta1), ("adam_beta2", beta2)):
-        if not 0 <= beta < 1:
-            raise UsageError(f"{name}: {beta} is out of range; give a number from 0 to below 1")
-    if not (math.isfinite(epsilon) and epsilon > 0):
-        raise UsageError(f"adam_epsilon: {epsilon} is out of range; give a number above 0")
-    if not (math.isfinite(weight_decay) and weight_decay >= 0):
-        raise UsageError(f"weight_decay: {weight_decay} is out of range; give 0 or more")
 
 
 def _tokenizer(folder: Path) -> Any:
@@ -231,15 +266,6 @@ def _tokenizer(folder: Path) -> Any:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         reason = " ".join(str(error).split())[:200]
         raise UsageError(f"{folder}: its tokenizer cannot be read ({reason}); download its files again") from None
-
-
-def _device(name: str | None) -> torch.device:
-    if name not in (None, "auto", "cuda", "cpu"):
-        raise UsageError(f"device: {name!r} is not known; use cuda or cpu")
-    available = torch.cuda.is_available()
-    if name == "cuda" and not available:
-        raise UsageError("device: cuda is not available here; use --device cpu or install a CUDA build of torch")
-    return torch.device("cpu" if name == "cpu" or not available else "cuda")
 
 
 def _read_inputs(plan: Plan, model: str, data: str, eval_data: str | None, init: str, console: Console) -> _Inputs:
@@ -291,7 +317,10 @@ def _open(
     )
 
 
-def _fill(session: Session, source: ModelSource, init: str, seed: int) -> None:
+def _fill(session: Session, source: ModelSource, init: str, seed: int, start: Checkpoint | None) -> None:
+    if start is not None:
+        restore(session, start)
+        return
     if init == "random":
         session.initialise(seed)
         return
@@ -309,61 +338,20 @@ def _held_out_loss(session: Session, inputs: _Inputs) -> float | None:
     return mean_loss(session.executor, batches)
 
 
-def _export(session: Session, source: ModelSource, folder: Path, history: History, intervals: list[Interval]) -> None:
+def _export(
+    session: Session, source: ModelSource, folder: Path, history: History, intervals: list[Interval],
+    checkpoints: Checkpoints,
+) -> None:  # fmt: skip
     session.executor.drain()
     extra_files = {LOG_FILE: history.jsonl(), "plan.json": session.plan.model_dump_json(indent=1)}
     if intervals:
         recording = make_recording(session.plan, machine.hardware_id(session.device), session.program, intervals)
         extra_files[RECORDING_FILE] = recording.model_dump_json(indent=1)
-    write_folder(
-        folder, source.config, session.weight_names(), session.weight, session.model.dtype,
-        source_dir=source.config_dir, extra_files=extra_files,
-    )  # fmt: skip
-
-
-class _Memory:
-    """Peaks of a run against the plan's, from before the run's memory is taken."""
-
-    def __init__(self, device: torch.device, plan: Plan) -> None:
-        self._device, self._plan = device, plan
-        machine.reset_peaks(device)
-        self._rss_before = machine.rss_bytes()
-
-    def peaks(self, session: Session) -> dict[str, int]:
-        """Most bytes so far, by tier."""
-        if self._device.type == "cuda":
-            return {
-                "gpu": torch.cuda.max_memory_reserved() + machine.context_bytes(self._device),
-                "host": session.buffers.arena.total_bytes,
-            }
-        return {"gpu+host": max(0, machine.peak_rss_bytes() - self._rss_before)}
-
-    def predicted(self) -> dict[str, int]:
-        """What the plan predicts of the same tiers."""
-        if self._plan.predicted is None:
-            return {}
-        peaks = self._plan.predicted.peak_bytes
-        both = {"gpu": peaks.get("gpu", 0), "host": peaks.get("host", 0)}
-        return both if self._device.type == "cuda" else {"gpu+host": sum(both.values())}
-
-
-def _out_of_memory(plan: Plan, error: Exception) -> RunError:
-    """What was planned, what was found and what to do; lets go what the failed step still held.
-
-    Torch's allocator keeps what it reserved after the session was closed, so its numbers are those of the failure.
-    """
-    traceback.clear_frames(error.__traceback__)
-    total_bytes, free_bytes = machine.device_memory(_device(None))
-    reserved_bytes = torch.cuda.memory_reserved()
-    peak_bytes = plan.predicted.peak_bytes.get("gpu") if plan.predicted else None
-    planned = "an unknown peak" if peak_bytes is None else f"a peak of {format_bytes(peak_bytes)}"
-    if "gpu" in plan.budget_bytes:
-        planned += f" within {format_bytes(plan.budget_bytes['gpu'])}"
-    asked = re.search(r"Tried to allocate ([\d.]+ \w+)", str(error))
-    return RunError(
-        f"GPU memory: planned {planned}; found {format_bytes(reserved_bytes)} reserved, of which at most "
-        f"{format_bytes(torch.cuda.max_memory_allocated())} in use, "
-        f"{format_bytes(max(0, total_bytes - free_bytes - reserved_bytes))} taken by the driver and other processes, "
-        f"and {format_bytes(free_bytes)} free when {asked[1] if asked else 'memory'} more was asked for; "
-        f"solve again with a smaller --gpu-memory or --batch-size"
-    )
+    try:
+        write_folder(
+            folder, source.config, session.weight_names(), session.weight, session.model.dtype,
+            source_dir=source.config_dir, extra_files=extra_files,
+        )  # fmt: skip
+    except LazyschedError as error:
+        kept = f"; {checkpoints.last} is kept, go on from it with --resume" if checkpoints.last else ""
+        raise RunError(f"{error}{kept}") from error

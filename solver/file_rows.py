@@ -157,7 +157,7 @@ class FileRows:
                 self.problem += self.tu[k] >= self.tn[window] + self._reads_s(window) - self.read_state[k]
             off = self._unless(self._state_in_files(k))
             self.problem += since + updated >= self.tu[k] + self.read_state[k] + own - off
-            self.problem += self.ts[k] >= since + updated
+            self.problem += self.ts[k] >= since + updated - off  # what is not in files holds no write up
             if k:
                 self.problem += self.ts[k] >= self.ts[k - 1] + self.write_state[k - 1]
             if k >= STATE_SLOTS:

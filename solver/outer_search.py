@@ -18,6 +18,7 @@ Where page-locked host memory is limited, whether to use it is part of a combina
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from importlib.metadata import version
 
 from lazysched.errors import UsageError
@@ -30,6 +31,7 @@ from lazysched.solver.interrupts import INTERRUPTS
 from lazysched.solver.judge import Judge, Judged
 from lazysched.solver.last_round import improved
 from lazysched.solver.milp import PlacementProgram
+from lazysched.solver.options import EXECUTABLE
 from lazysched.solver.plans import Choices, Found
 from lazysched.solver.recipes import Recipe
 from lazysched.solver.solution import Solution, Tried
@@ -43,6 +45,8 @@ NUM_FINALISTS = 4
 """Plans that are simulated at most."""
 MAX_TIGHTENINGS = 3
 """How often budgets are tightened when the simulation disagrees with the memory rows."""
+EXECUTED_SHARE = 0.4
+"""Of the time limit, for plans that are executed where others are looked for too."""
 RECIPES_SHARE = 0.5
 """Of the time limit, after which no further recipe is tried if one has a plan."""
 LAST_SHARE = 0.1
@@ -78,10 +82,9 @@ class Search:
     def _search(self) -> Solution:
         """Tightens the budgets when the simulation of the winner exceeds them."""
         for _ in range(MAX_TIGHTENINGS + 1):
-            self._recipes()
-            self._bound_all()
-            self._explore()
-            self._vary()
+            self.compared = []
+            self._what_is_executed()
+            self.search_options()
             if not self.found:
                 self._first_that_fits()
             self._solve_best()
@@ -102,9 +105,30 @@ class Search:
 
     # ---- parts
 
+    def _what_is_executed(self) -> None:
+        """Among plans that no runtime executes yet, a search of those that one does comes first: it is much shorter."""
+        settings = self.settings
+        if settings.scope == EXECUTABLE.without_files():
+            return
+        limit_s = EXECUTED_SHARE * self.watch.remaining_s
+        first = Search(replace(settings, scope=EXECUTABLE.without_files(), time_limit_s=limit_s))
+        first.space.withheld_bytes = self.space.withheld_bytes
+        first.search_options()
+        for found in first.found.values():
+            own = self.space.transferred(found, first.space.instance(found.candidate))
+            if own is not None:
+                self._keep(own)
+
+    def search_options(self) -> None:
+        """All parts but the last resort and the proof."""
+        self._recipes()
+        if self.space.combinations():
+            self._bound_all()
+            self._explore()
+            self._vary()
+
     def _recipes(self) -> None:
         """Those that the time does not suffice for are left out of the comparison."""
-        self.compared = []
         num_blocks = len(self.settings.profile.stages) - 2
         for rule in recipes.rules_within(self.settings.scope):
             if not self._tries_recipe(None):
@@ -121,7 +145,7 @@ class Search:
             found = recipes.best_of_rule(rule, instances, self.space.budgets, self._tries_recipe)
             if found is not None or self._tries_recipe(None):
                 self.compared.append((rule.name, found))
-            own = found and self.space.transferred(found)
+            own = found and self.space.transferred(found, self.space.instance(found.candidate))
             if own is not None:
                 self._keep(own)
 

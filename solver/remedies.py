@@ -101,6 +101,7 @@ def _files(question: Question) -> Iterator[MoreMemory]:
     except UsageError:  # not measured, so that no plan can be made with them
         return
     scope = next(scope for scope in (question.scope, EXECUTABLE, EVERYTHING) if scope.has_files)
+    scope = replace(scope, segments=question.scope.segments)
     remedy = _more_memory(replace(question, scope=scope), ["nvme"])
     if remedy is not None:
         yield replace(remedy, executable=question.scope.has_files or EXECUTABLE.has_files)

@@ -69,15 +69,18 @@ class Space:
             self._instances[candidate] = self.make_instance(candidate, self.settings.state_format, self.settings.scope)
         return self._instances[candidate]
 
-    def transferred(self, found: Found) -> Found | None:
-        """What a recipe found, with the lengths of segments that the program has; None where it has another."""
+    def transferred(self, found: Found, theirs: Instance) -> Found | None:
+        """What was found among the options of another instance, in this space; None where it has other options."""
         candidate = replace(found.candidate, segments=self.settings.scope.segments)
-        theirs, ours = self.instance(found.candidate).saves, self.instance(candidate).saves
-        chosen = [options[place] for options, place in zip(theirs, found.choices.saves, strict=True)]
-        if any(option not in options for option, options in zip(chosen, ours, strict=True)):
+        ours, choices = self.instance(candidate), found.choices
+        chosen = [options[place] for options, place in zip(theirs.saves, choices.saves, strict=True)]
+        ends = theirs.vocabulary_options[choices.vocabulary]
+        known = all(option in options for option, options in zip(chosen, ours.saves, strict=True))
+        if not known or ends not in ours.vocabulary_options:
             return None
-        saves = tuple(options.index(option) for option, options in zip(chosen, ours, strict=True))
-        return replace(found, candidate=candidate, choices=replace(found.choices, saves=saves))
+        saves = tuple(options.index(option) for option, options in zip(chosen, ours.saves, strict=True))
+        vocabulary = ours.vocabulary_options.index(ends)
+        return replace(found, candidate=candidate, choices=replace(choices, saves=saves, vocabulary=vocabulary))
 
     def make_instance(self, candidate: Candidate, state_format: StateFormat, scope: Scope) -> Instance:
         """The coefficients of a candidate with optimizer state in any format and things anywhere in ``scope``."""

@@ -15,9 +15,9 @@ from rich.console import Console
 import lazysched
 from lazysched.cli import main
 from lazysched.lower import lower
-from lazysched.runtime.loop import StepRow
+from lazysched.runtime.loop import History, StepRow
 from lazysched.runtime.report import comparison_table
-from lazysched.runtime.train import TIMED_STEPS, TrainResult, _counts
+from lazysched.runtime.train import TIMED_STEPS, TrainResult
 from lazysched.schemas import Plan, Profile, Program, Recording
 from lazysched.solver import simulate
 from lazysched.timeline import moved_bytes
@@ -114,9 +114,9 @@ def test_a_run_says_what_its_operations_took(case: Case, tmp_path: Path) -> None
 
 def test_skipped_steps_and_warm_up_do_not_count() -> None:
     row = StepRow(2, 1.0, 1.0, 1e-3, tokens=8, trained_tokens=4, step_s=0.5, skipped=False)
-    assert _counts(row)
-    assert not _counts(replace(row, skipped=True))
-    assert not _counts(replace(row, step=1))
+    rows = [replace(row, step=step, skipped=step == 3) for step in range(6)]
+    assert [History(rows).counts(step) for step in range(6)] == [False, False, True, False, True, True]
+    assert [History(rows, num_restored=2).counts(step) for step in range(6)] == [False] * 4 + [True] * 2
 
 
 def test_a_run_too_short_to_be_timed_says_so(case: Case, tmp_path: Path) -> None:

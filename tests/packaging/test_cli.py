@@ -131,6 +131,9 @@ def refused(capsys: pytest.CaptureFixture[str], arguments: list[str], exit_code:
         ([*TRAIN, "--plan", "plan.json", "--trace-steps", "3"], "--trace-steps: '3'"),
         ([*TRAIN, "--plan", "absent.json"], "absent.json: no such file"),
         ([*TRAIN, "--plan", "plan.json", "--lr-scheduler-type", "step"], "--lr-scheduler-type"),
+        ([*TRAIN, "--plan", "plan.json", "--save-steps", "-1"], "--save-steps"),
+        ([*TRAIN, "--plan", "plan.json", "--save_total_limit", "0"], "--save-total-limit"),
+        ([*TRAIN, "--plan", "plan.json", "--resume", "--resume-from-checkpoint", "x"], "resume_from_checkpoint: x"),
         (["dance"], "dance"),
     ],
 )  # fmt: skip

@@ -19,7 +19,7 @@ from tests.packaging.test_cli import refused
 from tests.solver.synthetic import tiny_profile
 from tests.solver.test_file_plans import FAST, with_files
 
-SOLVE = ["solve", "profile.json", "--gpu-memory", "45MB", "-o", "plan.json", "--time-limit", "5"]
+SOLVE = ["solve", "profile.json", "--gpu-memory", "40MB", "-o", "plan.json", "--time-limit", "5"]
 TIGHT = ["--batch-size", "1", "--host-memory", "48MB"]
 ROOMY = ["--batch-size", "1", "--host-memory", "1GB"]
 
@@ -27,7 +27,7 @@ ROOMY = ["--batch-size", "1", "--host-memory", "1GB"]
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("os.cpu_count", lambda: 1)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(1))
     (tmp_path / "disk").mkdir()
     with_files(tiny_profile(3), FAST).save("profile.json")
     return tmp_path

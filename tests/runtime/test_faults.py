@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import re
 import signal
 import threading
@@ -278,12 +279,36 @@ def test_a_broken_worker_leaves_no_file_and_the_process_trains_on(
     assert folder.train() == 0
 
 
+def ctrl_c() -> None:
+    """From any thread to the main one, which may be waiting for this one."""
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def ctrl_c_twice() -> None:
+    ctrl_c()
+    while signal.getsignal(signal.SIGINT) is not signal.default_int_handler:  # two at once are one to Python
+        time.sleep(0.001)
+    ctrl_c()
+
+
 @pytest.mark.parametrize("op_id", ["forward/block.1/0", "load/block.1/forward"])
-def test_ctrl_c_during_a_step_ends_the_run(
+def test_ctrl_c_twice_during_a_step_ends_the_run(
     worker: None, folder: Folder, op_id: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    fail_in(monkeypatch, op_id, lambda: signal.raise_signal(signal.SIGINT), step=1)
+    fail_in(monkeypatch, op_id, ctrl_c_twice, step=1)
     assert refused(folder, capsys, exit_code=130) == "error: interrupted"
+    assert not workers_alive()
+
+
+@pytest.mark.parametrize("op_id", ["forward/block.1/0", "load/block.1/forward"])
+def test_ctrl_c_during_a_step_finishes_and_saves_it(
+    worker: None, folder: Folder, op_id: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fail_in(monkeypatch, op_id, ctrl_c, step=1)
+    assert folder.train() == 130
+    assert "stopped after step 2; go on from" in capsys.readouterr().err
+    assert [path.name for path in (folder.path / "out").iterdir()] == ["checkpoint-2"]
+    assert not workers_alive()
 
 
 # ---- page-locking

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -114,6 +115,16 @@ def test_gradients_that_are_not_finite_change_nothing_and_stop_the_run(session: 
         run(session, 10, rows)
     assert [row.skipped for row in rows] == [True] * 3
     assert stored_bytes(session) == before
+
+
+def test_a_resumed_run_counts_the_steps_before_it_that_were_not_finite(session: Session) -> None:
+    rows: list[StepRow] = []
+    run(session, 2, rows)
+    before = [rows[0], *(replace(rows[1], step=step, grad_norm=float("nan")) for step in (1, 2))]
+    poison(session)
+    schedule = LearningRateSchedule(1e-2, "constant", 10, 0.0)
+    with pytest.raises(RunError, match="step 4: the gradient norm was nan in 3 steps in a row"):
+        TrainingLoop(session.executor, batch, schedule, rows.append, history=History(before, num_restored=3)).run()
 
 
 def test_bf16_weights_and_24_bit_masters_do_not_change_in_a_skipped_step() -> None:

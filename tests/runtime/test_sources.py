@@ -118,6 +118,16 @@ def test_a_tensor_that_the_index_names_but_no_shard_holds_is_named(folder: Path)
     assert f"{gone}: missing" in refusal(folder)
 
 
+@pytest.mark.parametrize("name", ["../outside.safetensors", "{}/outside.safetensors", "sub/outside.safetensors", ".."])
+def test_an_index_that_leads_out_of_its_folder_is_refused(folder: Path, name: str) -> None:
+    index = folder / "model.safetensors.index.json"
+    (folder / "sub").mkdir()
+    for outside in (folder.parent, folder / "sub"):
+        save_file({"a": torch.ones(1)}, outside / "outside.safetensors")
+    index.write_text(json.dumps({"weight_map": {"a": name.format(folder.parent)}}))
+    assert "which lies outside its folder; download the model again" in refusal(folder)
+
+
 @pytest.mark.parametrize("text", ["{", "[]", "{}", '{"weight_map": {"a": 3}}', '{"weight_map": []}'])
 def test_a_damaged_index_is_refused(folder: Path, text: str) -> None:
     (folder / "model.safetensors.index.json").write_text(text)

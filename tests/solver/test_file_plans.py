@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterator
 from dataclasses import replace
@@ -11,7 +12,7 @@ import pytest
 from lazysched.errors import InfeasibleError, UsageError
 from lazysched.schemas import Curve, Profile, Update
 from lazysched.solver import Solution, solve
-from lazysched.solver.bounds import count_bound_s
+from lazysched.solver.bounds import count_bound_s, least_missing_gb
 from lazysched.solver.instance import Instance, offload_limits
 from lazysched.solver.memory_rows import Budgets
 from lazysched.solver.options import EVERYTHING
@@ -86,6 +87,15 @@ def test_count_bounds_are_below_every_plan() -> None:
     for bytes_per_s in (FAST, SLOW):
         for profile, instance, choices in list(cases(EXACT, bytes_per_s, alike=False))[::3]:
             assert count_bound_s(instance, PLENTY, 2) <= replayed(profile, instance, choices).step_s * (1 + 1e-9)
+
+
+def test_what_is_missing_of_files_is_bounded_too() -> None:
+    instance = Instance(with_files(tiny_profile(6), FAST), CANDIDATES[0], "hybrid8", EXACT, (), EVERYTHING)
+    tight = Budgets(0.04, 0.05)
+    assert least_missing_gb(instance, tight, ()) == math.inf
+    missing_gb = least_missing_gb(instance, tight, ("nvme",))
+    assert 0 < missing_gb < 1
+    assert least_missing_gb(instance, replace(tight, nvme_gb=0.005), ("nvme",)) == pytest.approx(missing_gb - 0.005)
 
 
 def solved(profile: Profile, host_bytes: int, nvme_bytes: int) -> Solution:

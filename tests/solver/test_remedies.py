@@ -196,20 +196,18 @@ class TestState:
 
 class TestFiles:
     def asked(self, **changes: Any) -> Asked:
-        return replace(Asked(with_files(tiny_profile(3), FAST), 1, 45 * MB, 48 * MB), **changes)
+        return replace(Asked(with_files(tiny_profile(3), FAST), 1, 40 * MB, 48 * MB), **changes)
 
     def of_files(self, asked: Asked) -> list[MoreMemory]:
         return [r for r in asked.refused().remedies if isinstance(r, MoreMemory) and r.nvme_bytes]
 
-    def check(self, asked: Asked, error: InfeasibleError) -> None:
-        """Enough as a sum and as a flag, which say the same here; and a little less is not."""
+    def remedied(self, asked: Asked, error: InfeasibleError) -> dict[str, Any]:
+        """Enough as a sum and as a flag, which say the same here."""
         (change, again) = [change for change in parsed(asked, str(error)) if "nvme_bytes" in change]
         assert again["nvme_bytes"] == pytest.approx(change["nvme_bytes"], rel=1e-3)
         remedied = replace(asked, **change)
         assert keeps(remedied.solve(), remedied)
-        less = with_less(asked, change, "nvme_bytes")
-        assert less is not None
-        less.refused()
+        return change
 
     def test_a_plan_to_look_at_where_the_runtime_executes_none(self) -> None:
         asked = self.asked()
@@ -218,7 +216,7 @@ class TestFiles:
         assert not remedy.executable
         assert "nvme" not in error.missing_bytes
         assert "--not-executable, only to look at: the runtime does not execute files yet)" in str(error)
-        self.check(asked, error)
+        self.remedied(asked, error)
 
     def test_more_of_them_where_they_are_allowed(self) -> None:
         asked = self.asked(nvme_bytes=2 * MB, executable_only=False)
@@ -226,9 +224,11 @@ class TestFiles:
         (remedy,) = self.of_files(asked)
         assert remedy.executable
         assert error.missing_bytes["nvme"] == remedy.nvme_bytes
-        assert "45 MB of gpu, 48 MB of host and 2 MB of nvme memory" in str(error)
+        assert "40 MB of gpu, 48 MB of host and 2 MB of nvme memory" in str(error)
         assert "--not-executable" not in str(error)
-        self.check(asked, error)
+        less = with_less(asked, self.remedied(asked, error), "nvme_bytes")
+        assert less is not None
+        less.refused()
 
     def test_nothing_to_look_at_once_the_runtime_executes_them(self, monkeypatch: pytest.MonkeyPatch) -> None:
         for module in ("solve", "remedies"):

@@ -1,0 +1,144 @@
+"""Going on from a checkpoint: which one, whether this run may, and its tensors, to the bit."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from lazysched.errors import UsageError
+from lazysched.runtime.checkpoint import TensorReader, open_safetensors
+from lazysched.runtime.checkpoint_folders import STATE_PREFIX, check_checkpoint, checkpoint_steps
+from lazysched.runtime.folders import STATE_FILE
+from lazysched.runtime.loop import LOG_FILE, History, StepRow
+from lazysched.runtime.session import Session
+from lazysched.runtime.training_state import MANIFEST_FILE, Manifest, TrainingState, Value, differences
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A valid checkpoint that keeps its optimizer state."""
+
+    path: Path
+    manifest: Manifest
+    state: TrainingState
+    history: History
+    """Rows of the steps up to it."""
+
+
+def choose_checkpoint(
+    output_dir: Path, resume: bool, resume_from_checkpoint: str | None, console: Console
+) -> Checkpoint | None:
+    """The checkpoint to go on from; None for a new run.
+
+    Args:
+        output_dir: where the newest valid one is looked for, if ``resume`` asks for it.
+        resume: take that one.
+        resume_from_checkpoint: take this one.
+        console: where it is told which one, and which were skipped and why.
+
+    Raises:
+        UsageError: both are asked for, there is none, it is not valid, or a new run would mix its checkpoints with
+            those of an earlier one.
+    """
+    if resume and resume_from_checkpoint is not None:
+        raise UsageError(
+            f"resume_from_checkpoint: {resume_from_checkpoint} beside resume, which takes the newest; give one of them"
+        )
+    if resume_from_checkpoint is not None:
+        chosen = _load(Path(resume_from_checkpoint))
+    elif resume:
+        chosen = _newest(output_dir, console)
+    else:
+        _refuse_old_checkpoints(output_dir)
+        return None
+    _say(console, f"resuming from {chosen.path} after step {chosen.state.step}")
+    return chosen
+
+
+def _refuse_old_checkpoints(output_dir: Path) -> None:
+    # One that was cut is no obstacle: it is replaced or pruned.
+    names = [path.name for path in checkpoint_steps(output_dir).values() if (path / MANIFEST_FILE).is_file()]
+    if names:
+        raise UsageError(
+            f"output_dir: {output_dir} holds {names[0]} of an earlier run; go on from it with --resume, or name "
+            f"another folder"
+        )
+
+
+def _newest(output_dir: Path, console: Console) -> Checkpoint:
+    problems: list[str] = []
+    for path in checkpoint_steps(output_dir).values():
+        try:
+            return _load(path)
+        except UsageError as error:
+            problems.append(f" ({error})")
+            _say(console, f"skipped {error}")
+    remedy = "remove what is there and leave --resume out" if problems else "leave --resume out"
+    raise UsageError(f"resume: {output_dir} holds no valid checkpoint{''.join(problems[:1])}; {remedy} to begin anew")
+
+
+def _load(path: Path) -> Checkpoint:
+    manifest = check_checkpoint(path)
+    state = TrainingState.load(path / STATE_FILE)
+    lines = (path / LOG_FILE).read_text(encoding="utf-8").splitlines() if LOG_FILE in manifest.files else []
+    try:
+        rows = [StepRow(**json.loads(line)) for line in lines]
+    except (ValueError, TypeError) as error:
+        raise UsageError(f"{path / LOG_FILE}: holds a row that is no step ({error}); use another checkpoint") from None
+    if [row.step for row in rows] != [*range(state.step)]:
+        raise UsageError(f"{path / LOG_FILE}: has {len(rows)} rows of {state.step} steps; use another checkpoint")
+    return Checkpoint(path, manifest, state, History(rows, num_restored=len(rows)))
+
+
+def check_same_run(
+    checkpoint: Checkpoint, fixed: Mapping[str, Value], arguments: Mapping[str, Value], console: Console
+) -> None:
+    """Refuse to go on with other data, seed, batch or model; say what else is another than it was.
+
+    Raises:
+        UsageError: the first field that must be the same and is not.
+    """
+    for field, before, now in differences(checkpoint.state.fixed, fixed):
+        raise UsageError(
+            f"{field}: {_shown(now)}, and {checkpoint.path} was made with {_shown(before)}; {_remedy(field, before)}, "
+            f"or begin anew without --resume"
+        )
+    for field, before, now in differences(checkpoint.state.arguments, arguments):
+        _say(console, f"{field}: {_shown(now)}, in the checkpoint {_shown(before)}")
+
+
+def _shown(value: Value) -> str:
+    return value[:12] if isinstance(value, str) and len(value) == 64 else str(value)
+
+
+def _remedy(field: str, before: Value) -> str:
+    if field == "data":
+        return "give the --data and the --model of before"
+    if field == "seed":
+        return f"give --seed {before}"
+    if field == "model_id":
+        return "give the --model and the --plan of before"
+    return "give a plan that was solved with the same, as the checkpoint's plan.json"
+
+
+def restore(session: Session, checkpoint: Checkpoint) -> None:
+    """Fill weights and optimizer state wherever the plan has them; needs a slice of a tensor beside the store.
+
+    Raises:
+        UsageError: a tensor is missing or of another shape or dtype.
+    """
+    files: dict[str, Path] = {}
+    for name in checkpoint.manifest.files:
+        if name.endswith(".safetensors") and name.startswith(("model", STATE_PREFIX)):
+            path = checkpoint.path / name
+            files |= dict.fromkeys(open_safetensors(path).keys(), path)
+    with TensorReader(files) as reader:
+        session.restore(reader.read_exactly, checkpoint.state.num_updates)
+
+
+def _say(console: Console, text: str) -> None:
+    console.print(text, highlight=False, markup=False, soft_wrap=True)
