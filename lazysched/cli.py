@@ -11,17 +11,18 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
 from typer.exceptions import TyperException
 
-from lazysched import data_commands, doctor_command, file_options, plan_commands, plot_command
-from lazysched.cli_hardware import measure_machine, profile_to_solve
+from lazysched import data_commands, doctor_command, plan_commands, plot_command
+from lazysched.cli_hardware import measure_machine
 from lazysched.errors import LazyschedError, UsageError
 from lazysched.outputs import require_folder_of
 from lazysched.schemas import Plan, Profile
+from lazysched.solve_command import solve
 from lazysched.units import parse_bytes, parse_slice
 
 INTERRUPTED = 130
@@ -139,30 +140,27 @@ def profile(
     pin_limit_bytes = None if pin_limit is None else parse_bytes(pin_limit, "--pin-limit")
     if hardware_only:
         measure_machine(context, _explicit(device), storage, pin_limit_bytes).save(output)
-        Console().print(f"wrote {output}", highlight=False, markup=False)
-        return
-    if from_run is not None or profile_file is not None:
+    elif from_run is not None or profile_file is not None:
         _refine_profile(context, from_run, profile_file).save(output)
-        Console().print(f"wrote {output}", highlight=False, markup=False)
-        return
-    if model is None:
+    elif model is None:
         raise UsageError("MODEL: missing; name a model, or a run with --from-run and --profile")
-    from lazysched.profiles.measure import profile as measure
+    else:
+        from lazysched.profiles.measure import profile as measure
 
-    measured = measure(
-        model,
-        device=_explicit(device),
-        dtype=_explicit(dtype),
-        seq_len=seq_len,
-        micro_batches=micro_batch or [1, 2, 4],
-        storage_dir=None if storage is None else str(storage),
-        compiled=compiled,
-        packing=packing,
-        pin_limit_bytes=pin_limit_bytes,
-    )
-    measured.save(output)
-    for warning in measured.doubts():
-        Console(stderr=True).print(f"warning: {warning}", highlight=False, markup=False, soft_wrap=True)
+        measured = measure(
+            model,
+            device=_explicit(device),
+            dtype=_explicit(dtype),
+            seq_len=seq_len,
+            micro_batches=micro_batch or [1, 2, 4],
+            storage_dir=None if storage is None else str(storage),
+            compiled=compiled,
+            packing=packing,
+            pin_limit_bytes=pin_limit_bytes,
+        )
+        measured.save(output)
+        for warning in measured.doubts():
+            Console(stderr=True).print(f"warning: {warning}", highlight=False, markup=False, soft_wrap=True)
     Console().print(f"wrote {output}", highlight=False, markup=False)
 
 
@@ -182,95 +180,7 @@ def _refine_profile(context: typer.Context, from_run: Path | None, profile_file:
     return refine(Profile.load(profile_file), load_recording(from_run))
 
 
-@app.command()
-def solve(
-    profile_file: Annotated[
-        Path | None, typer.Argument(metavar="PROFILE", help="What `lazysched profile` wrote.", show_default=False)
-    ] = None,
-    *,
-    batch_size: Annotated[
-        str, typer.Option(metavar="ROWS", help="Rows of one step; auto looks for the largest throughput.")
-    ],
-    output: Annotated[Path, typer.Option("--output", "-o", help="Plan to write.")],
-    hardware: Annotated[
-        str | None, typer.Option(help="Estimate instead: a machine of the library, as rtx4090, or a hardware file.")
-    ] = None,
-    model: Annotated[str | None, typer.Option(help="The config.json of the model to estimate for.")] = None,
-    seq_len: Annotated[int | None, typer.Option(min=1, help="Tokens of one row in an estimate. [1024]")] = None,
-    micro_batch: Annotated[
-        list[int] | None, typer.Option(min=1, help="Rows that go through at once in an estimate. [1 2 4 8]")
-    ] = None,
-    gpu_memory: Annotated[
-        str | None, typer.Option(help="Most GPU memory, as 24GB. [what was free, beside a GPU less 0.5 GB]")
-    ] = None,
-    host_memory: Annotated[
-        str | None, typer.Option(help="Most host memory, as 100GB. [what was free, beside a GPU less 8 GB]")
-    ] = None,
-    nvme: Annotated[str | None, typer.Option(help="Most bytes of files, as 200GB. [none]")] = None,
-    nvme_dir: Annotated[Path | None, typer.Option(help="Folder for them; has to have room for --nvme.")] = None,
-    not_executable: Annotated[
-        bool,
-        typer.Option(
-            "--not-executable", help="Also plans that the runtime cannot run yet, to look at; train refuses them."
-        ),
-    ] = False,
-    pin: Annotated[
-        list[str] | None,
-        typer.Option(metavar="DECISION", help="Fix a decision, as block[0:4].weights=gpu; repeat it for more."),
-    ] = None,
-    max_grad_norm: Annotated[float, typer.Option(min=0, help="Gradient norm to clip to; 0 gives clipping up.")] = 1.0,
-    finite_check: Annotated[
-        bool,
-        typer.Option(
-            "--finite-check/--no-finite-check",
-            help="Skip steps whose gradient is not finite; without check and clipping, updates start in the backward.",
-        ),
-    ] = True,
-    optimizer_state: Annotated[
-        Literal["hybrid8", "fp32"], typer.Option(help="8-bit optimizer state, or the exact fp32 reference.")
-    ] = "hybrid8",
-    time_limit: Annotated[float, typer.Option(min=0, help="Seconds after which the best plan so far is taken.")] = 30.0,
-    gap: Annotated[float, typer.Option(min=0, help="Distance to the bound that counts as optimal.")] = 0.01,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the solver.")] = 0,
-    sweep: Annotated[
-        str | None,
-        typer.Option(
-            metavar="RESOURCE=FROM:TO:STEP",
-            help="Solve for many budgets, as gpu-memory=8GB:80GB:8GB; writes a CSV beside the fastest plan, "
-            "or only the CSV that --output names.",
-        ),
-    ] = None,
-) -> None:
-    """Find the fastest plan that fits the memory, for PROFILE, or by an estimate: --hardware NAME --model CONFIG."""
-    require_folder_of(output)
-    rows = plan_commands.parse_batch_size(batch_size)
-    given = {"gpu-memory": gpu_memory, "host-memory": host_memory, "nvme": nvme}
-    budgets = plan_commands.parse_sweep_option(sweep, rows, given)
-    files = file_options.file_settings(nvme, nvme_dir, not_executable, budgets)
-    measured = profile_to_solve(profile_file, hardware, model, seq_len, micro_batch)
-    gpu_memory_bytes = None if gpu_memory is None else parse_bytes(gpu_memory, "--gpu-memory")
-    host_memory_bytes = None if host_memory is None else parse_bytes(host_memory, "--host-memory")
-    settings: dict[str, Any] = {
-        "gpu_memory_bytes": gpu_memory_bytes, "host_memory_bytes": host_memory_bytes, **files,
-        "pins": pin or [], "max_grad_norm": max_grad_norm or None, "check_finite": finite_check,
-        "optimizer_state": optimizer_state, "time_limit_s": time_limit, "gap": gap, "seed": seed,
-    }  # fmt: skip
-    settings = file_options.without_unexecuted_files(settings)
-    console = Console()
-    if budgets is not None:
-        plan_commands.solve_sweep(measured, budgets, {"batch_size": rows, **settings}, output, console)
-        return
-    from lazysched.solver import solve as find_plan
-    from lazysched.solver.report import print_solution
-
-    if rows is None:
-        solution = plan_commands.solve_batches(measured, settings, console)
-    else:
-        solution = find_plan(measured, batch_size=rows, **settings)
-    print_solution(solution, measured, console)
-    file_options.say_if_not_executable(solution.plan, console)
-    solution.plan.save(output)
-    console.print(f"wrote {output}", highlight=False, markup=False)
+app.command()(solve)
 
 
 @app.command()

@@ -8,11 +8,11 @@ These are searched outside the integer program:
 4. the program of the best plan is solved from that plan;
 5. the lowest bound is raised, by relaxing and at last solving the program of that combination, depth and lag, until
    none can beat the best plan by more than the gap, or time is up;
-6. the finalists are lowered and simulated; the fastest that keeps its budgets in the simulation is the plan.
+6. the finalists are lowered and simulated; the fastest that keeps its budgets in the simulation wins;
+7. single decisions of the winner are changed as long as the simulation says that it gains (``last_round``).
 
-When time is up, what is left of the first five is skipped; a plan and a bound, or the reason why there is no plan, are
-always found.
-Whether host memory is page-locked is a further part of a combination where that is limited.
+When time is up, what is left is skipped; a plan and a bound, or the reason why there is no plan, are always found.
+Where page-locked host memory is limited, whether to use it is part of a combination too.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from lazysched.solver.explore import PREFETCH_DEPTHS, Task, explore_all, polishe
 from lazysched.solver.instance import Candidate
 from lazysched.solver.interrupts import INTERRUPTS
 from lazysched.solver.judge import Judge, Judged
+from lazysched.solver.last_round import improved
 from lazysched.solver.milp import PlacementProgram
 from lazysched.solver.options import EXECUTABLE
 from lazysched.solver.plans import Choices, Found
@@ -48,6 +49,8 @@ EXECUTED_SHARE = 0.4
 """Of the time limit, for plans that are executed where others are looked for too."""
 RECIPES_SHARE = 0.5
 """Of the time limit, after which no further recipe is tried if one has a plan."""
+LAST_SHARE = 0.1
+"""Of the time limit, for judging and the last round: the other parts end so much earlier."""
 MIN_PROOF_S, PROOF_SHARE = 2.0, 0.5
 """Time for the proof: at least the first, otherwise this share of what the search before it took."""
 
@@ -56,7 +59,9 @@ class Search:
     """The search for one call of ``solve``; see the module's docstring for its parts."""
 
     def __init__(self, settings: Settings) -> None:
-        self.settings, self.watch = settings, Stopwatch(settings.time_limit_s)
+        self.settings = settings
+        self.whole_watch = Stopwatch(settings.time_limit_s)
+        self.watch = Stopwatch(settings.time_limit_s * (1 - LAST_SHARE))
         self.space = Space(settings)
         self.judge = Judge(self.space)
         self.found: dict[Candidate, Found] = {}
@@ -86,7 +91,7 @@ class Search:
             self._prove()
             winner = self._winner()
             if winner is not None:
-                return self._solution(winner)
+                return self._solution(improved(self.judge, winner, self.whole_watch.has_time))
             self.found.clear()
         raise AssertionError("memory rows and simulation disagree beyond tightening")
 
@@ -320,7 +325,7 @@ class Search:
             bound_s=bound_s,
             gap=gap,
             seed=self.settings.seed,
-            time_s=self.watch.elapsed_s,
+            time_s=self.whole_watch.elapsed_s,
             versions={name: version(name) for name in ("highspy", "pulp")},
         )
 
