@@ -33,7 +33,7 @@ from lazysched.solver.last_round import improved
 from lazysched.solver.milp import PlacementProgram
 from lazysched.solver.options import EXECUTABLE
 from lazysched.solver.plans import Choices, Found
-from lazysched.solver.recipes import Recipe
+from lazysched.solver.recipes import Recipe, Rule
 from lazysched.solver.solution import Solution, Tried
 from lazysched.solver.space import Settings, Space
 from lazysched.solver.stopwatch import Stopwatch
@@ -66,7 +66,8 @@ class Search:
         self.judge = Judge(self.space)
         self.found: dict[Candidate, Found] = {}
         self.bounds: dict[Candidate, float] = {}
-        self.compared: list[tuple[str, Found | None]] = []
+        self.compared: dict[Rule, Found | None] = {}
+        self.recipes_until_s = math.inf
 
     def run(self) -> Solution:
         """All parts; the best plan so far when Ctrl-C ends them early."""
@@ -82,7 +83,7 @@ class Search:
     def _search(self) -> Solution:
         """Tightens the budgets when the simulation of the winner exceeds them."""
         for _ in range(MAX_TIGHTENINGS + 1):
-            self.compared = []
+            self.compared.clear()
             self._what_is_executed()
             self.search_options()
             if not self.found:
@@ -113,24 +114,27 @@ class Search:
         limit_s = EXECUTED_SHARE * self.watch.remaining_s
         first = Search(replace(settings, scope=EXECUTABLE.without_files(), time_limit_s=limit_s))
         first.space.withheld_bytes = self.space.withheld_bytes
-        first.search_options()
+        if first.space.combinations():
+            first.search_options()
         for found in first.found.values():
-            own = self.space.transferred(found, first.space.instance(found.candidate))
-            if own is not None:
-                self._keep(own)
+            self._keep_own(found, first.space)
+        for rule, best in first.compared.items():
+            self.compared[rule] = best and self.space.transferred(best, first.space.instance(best.candidate))
 
     def search_options(self) -> None:
         """All parts but the last resort and the proof."""
         self._recipes()
-        if self.space.combinations():
-            self._bound_all()
-            self._explore()
-            self._vary()
+        self._bound_all()
+        self._explore()
+        self._vary()
 
     def _recipes(self) -> None:
         """Those that the time does not suffice for are left out of the comparison."""
         num_blocks = len(self.settings.profile.stages) - 2
+        self.recipes_until_s = self.watch.elapsed_s + RECIPES_SHARE * self.watch.remaining_s
         for rule in recipes.rules_within(self.settings.scope):
+            if rule in self.compared:
+                continue
             if not self._tries_recipe(None):
                 break
             candidates = recipes.candidates_of_rule(
@@ -144,15 +148,13 @@ class Search:
             instances = [instance for instance in map(self.space.instance, candidates) if instance.has_options]
             found = recipes.best_of_rule(rule, instances, self.space.budgets, self._tries_recipe)
             if found is not None or self._tries_recipe(None):
-                self.compared.append((rule.name, found))
-            own = found and self.space.transferred(found, self.space.instance(found.candidate))
-            if own is not None:
-                self._keep(own)
+                self.compared[rule] = found
+            if found is not None:
+                self._keep_own(found, self.space)
 
     def _tries_recipe(self, best: Found | None) -> bool:
         """Whether to go on, where a rule has found ``best`` so far."""
-        in_time = self.watch.elapsed_s < RECIPES_SHARE * self.settings.time_limit_s
-        return in_time or (best is None and not self.found)
+        return self.watch.elapsed_s < self.recipes_until_s or (best is None and not self.found)
 
     def _bound_all(self) -> None:
         """Quick bounds of all combinations, which hold for every prefetch depth and D2H lag."""
@@ -283,7 +285,7 @@ class Search:
 
         The recipes' plans are among them: the quick replay ranks plans, the simulation may rank them otherwise.
         """
-        by_recipe = [found for _, found in self.compared if found is not None]
+        by_recipe = [found for found in self.compared.values() if found is not None]
         finalists = sorted(self.found.values(), key=_step_s)[:NUM_FINALISTS]
         best, excess = self.judge.fastest(dict.fromkeys([*finalists, *by_recipe]))
         for budget, size in excess.items():
@@ -291,6 +293,12 @@ class Search:
         return best
 
     # ---- helpers
+
+    def _keep_own(self, found: Found, space: Space) -> None:
+        """Keep what was found in ``space``, if it is among the options here."""
+        own = self.space.transferred(found, space.instance(found.candidate))
+        if own is not None:
+            self._keep(own)
 
     def _keep(self, found: Found) -> None:
         known = self.found.get(found.candidate)
@@ -314,7 +322,7 @@ class Search:
             Tried(c, bound, self.found[c].step_s if c in self.found else None)
             for c, bound in sorted(self.bounds.items(), key=lambda item: item[1])
         ]
-        return Solution(plan, timeline, [self._recipe(*pair) for pair in self.compared], tried, interrupted)
+        return Solution(plan, timeline, self._shown_recipes(), tried, interrupted)
 
     def _report(self, objective_s: float, interrupted: bool) -> SolverReport:
         bound_s = min([objective_s, *self.bounds.values()])
@@ -328,6 +336,10 @@ class Search:
             time_s=self.whole_watch.elapsed_s,
             versions={name: version(name) for name in ("highspy", "pulp")},
         )
+
+    def _shown_recipes(self) -> list[Recipe]:
+        rules = [rule for rule in recipes.rules_within(self.settings.scope) if rule in self.compared]
+        return [self._recipe(rule.name, self.compared[rule]) for rule in rules]
 
     def _recipe(self, name: str, found: Found | None) -> Recipe:
         if found is None:
