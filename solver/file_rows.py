@@ -123,25 +123,45 @@ class FileRows:
             self.problem += rows.fetches[w] >= read + self.saved[w] - off
             fetched = rows.fetches[w] + self.m * rows.fetch[w]
             self.problem += fetched >= read + self.m * self.saved[w] + rows.fetch[w] - off
-            self.problem += read >= self.tv[saved] + self.write[saved] - off
+            for first in self._first_saved(saved):
+                self.problem += read >= first + self.write[saved] - off
             self.problem += read + self.m * self.saved[w] >= self._written(saved) + self.saved[w] - off
 
     def _written(self, window: int) -> Expression:
         return self.tv[window] + self.m * self.write[window]
 
+    def _first_saved(self, window: int) -> list[Expression]:
+        """What the first write of a window waits for: those before it, and the first copy.
+
+        Writes stand in one piece from ``tv`` on, as late as their last must be; the first may have been long before.
+        """
+        rows = self.rows
+        copied = rows.tc[window] + rows.comp[window] * (1 / self.m) + rows.save[window]
+        return [copied, *([self._written(window - 1)] if window - 1 in rows.forward_blocks else [])]
+
     def _write_rows(self) -> None:
         rows = self.rows
         for w in rows.forward_blocks:
-            # Copies stand in one piece, as late as their last must be; the first of them may be written long before.
-            self.problem += self.tv[w] >= rows.tc[w] + rows.comp[w] * (1 / self.m) + rows.save[w]
+            for first in self._first_saved(w):
+                self.problem += self.tv[w] >= first
+                behind = self.m - self.lag - 2  # micro-batches whose slots are needed again
+                if behind > 0:
+                    waited = first + behind * self.write[w] + rows.save[w]
+                    self.problem += rows.saves_end(w) >= waited - self._unless(self._files_saved(w))
             self.problem += self._written(w) >= rows.saves_end(w) + self.write[w]
-            self.problem += self.tv[w + 1] >= self._written(w)
-            behind = max(self.m - self.lag - 2, 0)  # micro-batches whose slots are needed again
-            if behind:
-                waited = self.tv[w] + behind * self.write[w] + rows.save[w]
-                self.problem += rows.saves_end(w) >= waited - self._unless(self._files_saved(w))
-            waited = self.tv[w] + max(self.m - self.lag - 1, 0) * self.write[w]
-            self.problem += rows.ty[w + 1] >= waited - self._unless(self._files_saved(w + 1))
+            self._slot_row(w)
+
+    def _slot_row(self, window: int) -> None:
+        """The first copy of a window waits for a slot: for the write of lag + 2 micro-batches before."""
+        back, index = divmod(-self.lag - 2, self.m)
+        where = window + back
+        last_of_all = index == self.m - 1
+        before = where if last_of_all else where - 1
+        if before not in self.rows.forward_blocks:
+            return
+        freed = self._written(before) + (0 if last_of_all else (index + 1) * self.write[where])
+        others = pulp.lpSum(1 - self._files_saved(k) for k in range(where, window + 1))
+        self.problem += self.rows.ty[window] >= freed - self.off_s * others
 
     def _state_rows(self) -> None:
         """The update of a stage whose state is in files waits for the read, the write for the update."""

@@ -171,7 +171,7 @@ def _least_memory(instance: Instance) -> Choices:
     """What takes least of GPU and host together, each stage by itself: in files all that can be there."""
     ends = instance.vocabulary_options
     return Choices(
-        states=tuple(map(_least_state, instance.blocks, instance.states)),
+        states=tuple(_least_state(*pair) for pair in zip(instance.blocks, instance.states, strict=True)),
         saves=tuple(map(_least_option, instance.mean_saves)),  # in all blocks of a segment the same
         vocabulary=min(range(len(ends)), key=lambda k: ends[k].gpu_gb + ends[k].host_gb),
     )

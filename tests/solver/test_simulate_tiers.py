@@ -78,8 +78,8 @@ def test_a_segment_runs_forward_again_and_its_weights_come_when_they_are_needed(
     expected = {
         "load/block.0/forward": (10, 14), "forward/block.0/0": (14, 24), "load/block.1/forward": (20, 24),
         "forward/block.1/0": (24, 34), "load/block.2/forward": (30, 34), "forward/block.2/0": (34, 44),
-        "loss/head/0": (44, 59), "load/block.0/recompute": (44, 48), "recompute/block.0/0": (59, 69),
-        "load/block.1/recompute": (48, 52), "recompute/block.1/0": (69, 79),
+        "loss/head/0": (44, 59), "load/block.0/recompute": (34, 38), "recompute/block.0/0": (59, 69),
+        "load/block.1/recompute": (44, 48), "recompute/block.1/0": (69, 79),
         "load/block.2/recompute": (69, 73), "recompute/block.2/0": (79, 89), "backward/block.2/0": (89, 109),
         "load/block.0/backward": (109, 113), "backward/block.1/0": (109, 129), "backward/block.0/0": (129, 149),
     }  # fmt: skip
