@@ -15,7 +15,7 @@ from lazysched.solver.memory_rows import Budgets
 from lazysched.solver.milp import PlacementProgram
 from lazysched.solver.mixes import best_mix
 from lazysched.solver.options import EVERYTHING, EXECUTABLE, STATE_CHOICES, Scope
-from lazysched.solver.plans import Choices, block_plan, make_plan, stage_plan
+from lazysched.solver.plans import Choices, block_plan, make_plan, stage_plan, transferred
 from lazysched.solver.search import improve, rank_s
 from lazysched.solver.window_replay import ChoiceBatch, WindowReplay
 
@@ -121,28 +121,31 @@ def _solve_once(task: Task, candidate: Candidate) -> _Once:
     instance = Instance(task.profile, candidate, "hybrid8", Update(), (), task.scope)
     nvme_gb = task.nvme_bytes / 1e9 if task.everything else 0.0
     budgets = Budgets(instance.usable_gpu_gb(task.gpu_bytes), task.host_bytes / 1e9, nvme_gb=nvme_gb)
+    started_s = time.perf_counter()
+    start = _start(task, instance, budgets)
     began_s = time.perf_counter()
     program = PlacementProgram(instance, budgets)
     program.lower_bound_s(task.solve_limit_s)
-    relaxed_s = time.perf_counter()
-    start = _start(program, WindowReplay(instance), budgets)
-    started_s = time.perf_counter()
     outcome = program.solve(gap=GAP, time_limit_s=task.solve_limit_s, seed=SEED, start=start)
-    seconds = relaxed_s - began_s + time.perf_counter() - started_s
+    seconds = time.perf_counter() - began_s
     if not outcome.has_solution:
-        return _Once(seconds, math.inf, started_s - relaxed_s, None)
+        return _Once(seconds, math.inf, began_s - started_s, None)
     gap = (outcome.objective - outcome.bound) / outcome.objective
-    return _Once(seconds, gap, started_s - relaxed_s, _compared(instance, program.choices()))
+    return _Once(seconds, gap, began_s - started_s, _compared(instance, program.choices()))
 
 
-def _start(program: PlacementProgram, replay: WindowReplay, budgets: Budgets) -> Choices:
-    """What the search explores from: the better of two descents."""
+def _start(task: Task, instance: Instance, budgets: Budgets) -> Choices | None:
+    """As in the search: the better of two descents among what is executed, from the relaxation there."""
+    executed = Instance(task.profile, replace(instance.candidate, segments=(1,)), "hybrid8", Update())
+    program, replay = PlacementProgram(executed, budgets), WindowReplay(executed)
+    if program.lower_bound_s(task.solve_limit_s) == math.inf:
+        return None
     rounded = program.rounded()
     mix = best_mix(replay, budgets, rounded, program.shares())
     starts = [start for start in (rounded, mix) if start is not None]
     found = [improve(replay, budgets, start, seed=SEED, max_rounds=MAX_ROUNDS) for start in starts]
     scores = rank_s(replay.evaluate(ChoiceBatch.of(found)), budgets)
-    return found[int(scores.argmin())]
+    return transferred(found[int(scores.argmin())], executed, instance)
 
 
 def _compared(instance: Instance, choices: Choices) -> tuple[float, float]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lazysched.schemas import Plan, SaveVariant, Tier, variant_key
 from lazysched.solver.instance import Candidate, Instance
@@ -29,6 +29,17 @@ class Found:
     candidate: Candidate
     choices: Choices
     step_s: float
+
+
+def transferred(choices: Choices, theirs: Instance, ours: Instance) -> Choices | None:
+    """What ``choices`` among the options of one instance are among those of another; None where it has others."""
+    chosen = [options[place] for options, place in zip(theirs.saves, choices.saves, strict=True)]
+    ends = theirs.vocabulary_options[choices.vocabulary]
+    known = all(option in options for option, options in zip(chosen, ours.saves, strict=True))
+    if not known or ends not in ours.vocabulary_options:
+        return None
+    saves = tuple(options.index(option) for option, options in zip(chosen, ours.saves, strict=True))
+    return replace(choices, saves=saves, vocabulary=ours.vocabulary_options.index(ends))
 
 
 def make_plan(instance: Instance, choices: Choices, *, budget_bytes: Mapping[Tier, int]) -> Plan:

@@ -14,7 +14,7 @@ from lazysched.solver.instance import Candidate, Instance, offload_limits
 from lazysched.solver.memory_rows import Budgets
 from lazysched.solver.options import Scope
 from lazysched.solver.pins import Pin
-from lazysched.solver.plans import Found
+from lazysched.solver.plans import Found, transferred
 
 Budget = Literal["gpu", "host", "nvme", "pinned"]
 """What limits a plan: memory of the tiers, and how much of the host's can be page-locked."""
@@ -72,15 +72,8 @@ class Space:
     def transferred(self, found: Found, theirs: Instance) -> Found | None:
         """What was found among the options of another instance, in this space; None where it has other options."""
         candidate = replace(found.candidate, segments=self.settings.scope.segments)
-        ours, choices = self.instance(candidate), found.choices
-        chosen = [options[place] for options, place in zip(theirs.saves, choices.saves, strict=True)]
-        ends = theirs.vocabulary_options[choices.vocabulary]
-        known = all(option in options for option, options in zip(chosen, ours.saves, strict=True))
-        if not known or ends not in ours.vocabulary_options:
-            return None
-        saves = tuple(options.index(option) for option, options in zip(chosen, ours.saves, strict=True))
-        vocabulary = ours.vocabulary_options.index(ends)
-        return replace(found, candidate=candidate, choices=replace(choices, saves=saves, vocabulary=vocabulary))
+        choices = transferred(found.choices, theirs, self.instance(candidate))
+        return None if choices is None else replace(found, candidate=candidate, choices=choices)
 
     def make_instance(self, candidate: Candidate, state_format: StateFormat, scope: Scope) -> Instance:
         """The coefficients of a candidate with optimizer state in any format and things anywhere in ``scope``."""
