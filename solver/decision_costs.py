@@ -25,6 +25,7 @@ from lazysched.schemas import (
     Update,
     variant_key,
 )
+from lazysched.segments import segments_of
 from lazysched.solver.judge import SIMULATED_STEPS
 from lazysched.solver.pins import Pin, kept_pins, of_stage
 from lazysched.solver.simulate import Timeline, simulate_plan
@@ -200,7 +201,25 @@ def _alternatives(base: Base, stage: Stage) -> list[Alternative]:
         if alternative is not None:
             against = [pin.text for pin in of_stage(base.pins, stage) if not pin.allows(choice)]
             found.append(alternative.model_copy(update={"against_pins": against}))
-    return found
+    dissolved = _dissolved(base, stage)
+    return found if dissolved is None else [*found, dissolved]
+
+
+def _dissolved(base: Base, stage: Stage) -> Alternative | None:
+    """Every block of the stage's segment keeps its own input, where the first one's is; None where it is in none."""
+    blocks = [other for other in base.profile.stages if other.is_block]
+    own = next((segment for segment in segments_of(base.plan, blocks) if stage in segment), [])
+    if len(own) < 2:
+        return None
+    tier = base.plan.stages[own[0].id].input_tier
+    alone = {
+        block.id: base.plan.stages[block.id].model_copy(update={"segment": 1, "input_tier": tier}) for block in own
+    }
+    against = [pin.text for block in own for pin in of_stage(base.pins, block) if not pin.allows(alone[block.id])]
+    changed = base.plan.model_copy(update={"stages": {**base.plan.stages, **alone}})
+    words = f"keeping the input of each of {own[0].id}..{own[-1].id.removeprefix('block.')}"
+    alternative = _alternative(base, stage.id, words, changed)
+    return alternative and alternative.model_copy(update={"against_pins": list(dict.fromkeys(against))})
 
 
 def _alternative(base: Base, where: str, words: str, changed: Plan) -> Alternative | None:

@@ -1,8 +1,25 @@
 """The mixed-integer program of one candidate: which stages stay, what each block saves and where, who updates.
 
-Event formulation with a fixed first-in-first-out order on every engine (``time_rows``), one memory row per window
-(``memory_rows``) and binary decisions (``decisions``); each of these files has its own legend of letters.
-Objective: T + 1e-5 * GB moved over the links + 1e-6 * GB resident; the small terms only break ties.
+Event formulation with a fixed first-in-first-out order on every engine, cyclic in the step's period T. The whole of it;
+each file named has the full legend of its letters and the rows with their reasons.
+
+    decisions (binary)                                                                                  ``decisions``
+        x[i][o]  block i saves with option o: a variant in a tier, alone or in a segment of 2 or 4
+        y[i][s]  weights and optimizer state of block i;  v[k] those of embedding and head
+        sum_o x[i][o] = sum_s y[i][s] = sum_k v[k] = 1; the blocks of a segment share one x
+    starts per window w (0 embedding, 1..L blocks, L+1 head, then backward), of                         ``time_rows``
+        tc  compute:           tc[w+1] >= tc[w] + comp[w](x, y);  T >= end of the last window and GPU updates
+        tx  uploads:           tx[w+1] >= tx[w] + load[w](y);  tc[w] >= tx[w] + load[w];  slot: tx[w] >= end of w-p-1
+        ta  fetches for w, tr the rest of them: after their saves, before the backward, slots as uploads
+        ty  copies to host:    ty[w] >= tc[w] + one micro-batch;  ty[w+1] >= ty[w] + m save[w] or grads[w];
+                               back-pressure: what comes lag + 1 copies later waits for the slot
+        te, cc  updates:       tx[w] + T >= te + sum of the host's updates up to w, te after the norm (exact)
+        again[w] uploads for a segment that runs again                                                  ``segment_rows``
+        tn, tv, tu, ts  reads and writes of files, chained like the other engines                       ``file_rows``
+    memory (GB)                                                                                         ``memory_rows``
+        GPU, each window:      base(slots, y, v) + K[i] + remade(x) + working(x) <= budget;  K[i] = K[i-1] + kept(x)
+        host, page-locked, files: one row each
+    objective: T + 1e-5 * GB moved over the links + 1e-6 * GB resident; the small terms only break ties
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ from lazysched.errors import InfeasibleError
 from lazysched.schemas import Curve, Profile, Update
 from lazysched.solver import Solution, solve
 from lazysched.solver.bounds import count_bound_s
+from lazysched.solver.decision_costs import base_of, stage_costs
 from lazysched.solver.instance import Candidate, Instance, offload_limits
 from lazysched.solver.memory_rows import Budgets
 from lazysched.solver.milp import PlacementProgram
@@ -211,3 +212,17 @@ def test_what_is_fixed_of_one_block_holds_for_the_segments_that_it_could_be_in()
         instance, Choices(("gpu",) * 8, tuple(drawn_saves(instance, random.Random(1))), 0), budget_bytes={}
     )
     assert (plan.stages["block.5"].save, plan.stages["block.2"].input_tier) == ("all", "host")
+
+
+def test_explain_says_what_sharing_a_checkpoint_costs() -> None:
+    profile = tiny_profile(4, saved_bytes=1_500_000)
+    instance = instance_of(profile, Candidate(1, 1))
+    pairs = [k for k, o in enumerate(instance.saves[0]) if (o.segment, o.variant.name) == (2, "input")]
+    alone = [k for k, o in enumerate(instance.saves[0]) if (o.segment, o.variant.name) == (1, "input")]
+    plan = make_plan(instance, Choices(("gpu",) * 4, (pairs[0],) * 2 + (alone[0],) * 2, 0), budget_bytes={})
+    costs = stage_costs(base_of(plan, profile))
+    found = [other for entry in costs for other in entry.alternatives if other.words.startswith("keeping the input of")]
+    assert [other.words for other in found] == ["keeping the input of each of block.0..1"]
+    # One forward of 10 ms is not run again, and one more input of 1 MB waits.
+    assert found[0].step_s == pytest.approx(-0.01, rel=1e-3)
+    assert found[0].peak_bytes["gpu"] == MB
