@@ -9,15 +9,17 @@ from dataclasses import dataclass, replace
 
 from lazysched.schemas import Plan, Profile, Update
 from lazysched.solver import Solution, simulate_plan, solve
+from lazysched.solver.choice_batch import ChoiceBatch
 from lazysched.solver.explore import MAX_ROUNDS
-from lazysched.solver.instance import Candidate, Instance, offload_limits
+from lazysched.solver.instance import Candidate, Instance
+from lazysched.solver.measured import offload_limits
 from lazysched.solver.memory_rows import Budgets
 from lazysched.solver.milp import PlacementProgram
 from lazysched.solver.mixes import best_mix
 from lazysched.solver.options import EVERYTHING, EXECUTABLE, STATE_CHOICES, Scope
 from lazysched.solver.plans import Choices, block_plan, make_plan, stage_plan, transferred
 from lazysched.solver.search import improve, rank_s
-from lazysched.solver.window_replay import ChoiceBatch, WindowReplay
+from lazysched.solver.window_replay import WindowReplay
 
 GAP, SEED = 0.01, 0
 UNLIMITED = Budgets(1e6, 1e6, nvme_gb=1e6)

@@ -8,7 +8,7 @@ from typing import Any
 
 from lazysched.errors import InfeasibleError, TimeLimitError
 from lazysched.schemas import Profile
-from lazysched.solver.instance import usable_micro_batches
+from lazysched.solver.measured import usable_micro_batches
 from lazysched.solver.solution import Solution
 from lazysched.solver.solve import solve
 

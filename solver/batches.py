@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lazysched.errors import UsageError
 from lazysched.schemas import Profile
-from lazysched.solver.instance import usable_micro_batches
+from lazysched.solver.measured import usable_micro_batches
 
 MAX_PASSES = 1 << 14
 """Most passes of a micro-batch through a block in one step: each is an operation that is simulated and launched."""

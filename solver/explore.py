@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from lazysched.solver.choice_batch import ChoiceBatch
 from lazysched.solver.highs import NUM_THREADS
 from lazysched.solver.instance import Candidate, Instance
 from lazysched.solver.memory_rows import Budgets
@@ -20,7 +21,7 @@ from lazysched.solver.mixes import best_mix
 from lazysched.solver.plans import Choices, Found
 from lazysched.solver.search import always, improve, simplified
 from lazysched.solver.stopwatch import Stopwatch
-from lazysched.solver.window_replay import ChoiceBatch, WindowReplay
+from lazysched.solver.window_replay import WindowReplay
 from lazysched.solver.workers import each_in_processes, in_worker, usable_cores
 
 PREFETCH_DEPTHS, D2H_LAGS = (1, 2), (1, 2)

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from lazysched.solver.choice_batch import Bools, ChoiceBatch, Floats
 from lazysched.solver.options import STATE_CHOICES, StageCosts, StateChoice
 from lazysched.staging import STATE_SLOTS
 
 if TYPE_CHECKING:
-    from lazysched.solver.window_replay import Bools, ChoiceBatch, Floats, WindowReplay
+    from lazysched.solver.window_replay import WindowReplay
 
 
 def hand_on(ring: list[Floats], mask: Bools, times: list[Floats]) -> None:

@@ -22,7 +22,8 @@ from lazysched.solver.bounds import least_missing_gb
 from lazysched.solver.decisions import Decisions
 from lazysched.solver.explore import shallowest
 from lazysched.solver.highs import solve_problem
-from lazysched.solver.instance import GB, Candidate, Instance, host_memories, offload_limits
+from lazysched.solver.instance import GB, Candidate, Instance
+from lazysched.solver.measured import host_memories, offload_limits
 from lazysched.solver.memory_rows import Budgets, add_memory_rows
 from lazysched.solver.options import SaveOption, Scope, StageCosts, StateChoice
 from lazysched.solver.plans import Choices, make_plan

@@ -10,12 +10,13 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
+from lazysched.solver.choice_batch import ChoiceBatch, Ints
 from lazysched.solver.explore import variations
 from lazysched.solver.instance import Instance
 from lazysched.solver.judge import Judge, Judged
 from lazysched.solver.plans import Choices, Found
 from lazysched.solver.search import TIE, allowed_states
-from lazysched.solver.window_replay import ChoiceBatch, Ints, WindowReplay
+from lazysched.solver.window_replay import WindowReplay
 
 GROUPS = (1, 2, 4)
 """Aligned neighbours that are changed together, as segments lie, beside runs of equal blocks and all of a kind."""

@@ -13,11 +13,12 @@ from dataclasses import replace
 import numpy as np
 
 from lazysched.schemas import Tier
+from lazysched.solver.choice_batch import ChoiceBatch, Ints
 from lazysched.solver.instance import Instance
 from lazysched.solver.memory_rows import Budgets
 from lazysched.solver.plans import Choices
 from lazysched.solver.search import rank_s
-from lazysched.solver.window_replay import ChoiceBatch, Ints, WindowReplay
+from lazysched.solver.window_replay import WindowReplay
 
 MAX_KINDS = 6
 """Save options that are mixed, those with the largest shares."""

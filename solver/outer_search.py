@@ -25,6 +25,7 @@ from lazysched.errors import UsageError
 from lazysched.schemas import SolverReport
 from lazysched.solver import infeasible, recipes, remedies
 from lazysched.solver.bounds import count_bound_s
+from lazysched.solver.choice_batch import ChoiceBatch
 from lazysched.solver.explore import PREFETCH_DEPTHS, Task, explore_all, polished, shallowest, variations
 from lazysched.solver.instance import Candidate
 from lazysched.solver.interrupts import INTERRUPTS
@@ -37,7 +38,7 @@ from lazysched.solver.recipes import Recipe, Rule
 from lazysched.solver.solution import Solution, Tried
 from lazysched.solver.space import Settings, Space
 from lazysched.solver.stopwatch import Stopwatch
-from lazysched.solver.window_replay import ChoiceBatch, WindowReplay
+from lazysched.solver.window_replay import WindowReplay
 
 ROUND = 4
 """Combinations that are explored against the same incumbent, so that the number of cores changes no plan."""

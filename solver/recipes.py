@@ -16,13 +16,14 @@ from typing import Literal
 import numpy as np
 
 from lazysched.schemas import HostMemory, Plan, Tier
+from lazysched.solver.choice_batch import GPU, RESIDENT, STREAMED, ChoiceBatch, Ints
 from lazysched.solver.instance import Candidate, Instance
 from lazysched.solver.memory_rows import Budgets
 from lazysched.solver.options import SaveOption, Scope
 from lazysched.solver.plans import Choices, Found
 from lazysched.solver.search import allowed_states, rank_s
 from lazysched.solver.simulate import Timeline
-from lazysched.solver.window_replay import GPU, RESIDENT, STREAMED, ChoiceBatch, Ints, WindowReplay
+from lazysched.solver.window_replay import WindowReplay
 
 COARSE = 32
 """Numbers of blocks that are tried at first; what lies between them is tried beside the best."""

@@ -16,7 +16,7 @@ from lazysched.solver.batches import max_accumulation
 from lazysched.solver.bounds import least_missing_gb
 from lazysched.solver.infeasible import MARGIN_BYTES, TIERS, Closest, Question, closest, fitting
 from lazysched.solver.input_checks import check_file_links
-from lazysched.solver.instance import check_profile, host_memories, usable_micro_batches
+from lazysched.solver.measured import check_profile, host_memories, usable_micro_batches
 from lazysched.solver.options import EVERYTHING, EXECUTABLE
 from lazysched.solver.words import join
 from lazysched.units import format_bytes

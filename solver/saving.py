@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from lazysched.layout import adding_bytes
-from lazysched.schemas import Profile, SaveVariant, Stage, Tier
+from lazysched.schemas import SaveVariant, Stage, Tier
+from lazysched.solver.measured import measured_variants
 from lazysched.solver.options import SaveOption, block_plan, mean_option
 from lazysched.solver.pins import of_stage
 
@@ -154,9 +155,3 @@ def _differ(stage: Stage, other: Stage) -> bool:
 def _leaving_bytes(variant: SaveVariant, length: int) -> int:
     """What leaves for another tier than the GPU: all that is saved, of a segment its first input."""
     return sum(variant.saved.values()) if length == 1 else variant.saved["input"]
-
-
-def measured_variants(profile: Profile, structure: str, micro_batch: int) -> list[SaveVariant]:
-    """Variants of ``structure`` at ``micro_batch`` whose times are known."""
-    listed = profile.variants.get(structure, {}).get(micro_batch, [])
-    return [v for v in listed if v.forward.median_s is not None and v.backward.median_s is not None]

@@ -11,11 +11,12 @@ from collections.abc import Callable
 
 import numpy as np
 
+from lazysched.solver.choice_batch import GPU, ChoiceBatch, Evaluation, Floats, Ints
 from lazysched.solver.instance import Instance
 from lazysched.solver.memory_rows import Budgets
 from lazysched.solver.options import STATE_CHOICES
 from lazysched.solver.plans import Choices
-from lazysched.solver.window_replay import GPU, ChoiceBatch, Evaluation, Floats, Ints, WindowReplay
+from lazysched.solver.window_replay import WindowReplay
 
 NUM_PAIRS = 300
 """Sampled changes to two blocks per round."""

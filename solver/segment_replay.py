@@ -1,4 +1,4 @@
-"""What the window replay knows of segments: which blocks run again when, and which uploads that takes.
+"""What the window replay knows of uploads in the backward, and of segments: which blocks run again when.
 
 All arrays are L x N, for L blocks and N choices; times in seconds.
 """
@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from lazysched.solver.choice_batch import Bools, ChoiceBatch, Floats, Ints
+
 if TYPE_CHECKING:
-    from lazysched.solver.window_replay import Bools, ChoiceBatch, Floats, Ints, WindowReplay
+    from lazysched.solver.window_replay import WindowReplay
 
 
 class Segments:
@@ -59,6 +61,13 @@ class Segments:
         first: Bools = streamed & (until[-1] - begin > num_slots)
         again: Bools = streamed & (self.place < self.length - 1) & (end - until[1:] >= num_slots)
         return first, again
+
+
+def reloaded(streamed: Bools, num_slots: int) -> Bools:
+    """Which of the streamed blocks (L x N) are uploaded again for the backward; the last still lie in their slots."""
+    after: Ints = np.cumsum(streamed[::-1], axis=0)[::-1] - streamed
+    again: Bools = streamed & (after >= num_slots)
+    return again
 
 
 def _table(replay: WindowReplay, attribute: str, batch: ChoiceBatch) -> Ints:

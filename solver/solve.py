@@ -9,7 +9,7 @@ from typing import get_args
 from lazysched.errors import UsageError
 from lazysched.schemas import Profile, StateFormat, Tier, Update
 from lazysched.solver.input_checks import check_arguments, check_file_links, check_model
-from lazysched.solver.instance import check_profile, host_memories
+from lazysched.solver.measured import check_profile, host_memories
 from lazysched.solver.options import EVERYTHING, EXECUTABLE, Scope
 from lazysched.solver.outer_search import Search
 from lazysched.solver.pins import parse_pins

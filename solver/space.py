@@ -10,7 +10,8 @@ from typing import Literal
 from lazysched.schemas import HostMemory, Profile, StateFormat, Tier, Update
 from lazysched.solver.batches import accumulations
 from lazysched.solver.explore import FIRST_DEPTH, FIRST_LAG
-from lazysched.solver.instance import Candidate, Instance, offload_limits
+from lazysched.solver.instance import Candidate, Instance
+from lazysched.solver.measured import offload_limits
 from lazysched.solver.memory_rows import Budgets
 from lazysched.solver.options import Scope
 from lazysched.solver.pins import Pin

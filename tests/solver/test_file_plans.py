@@ -13,11 +13,13 @@ from lazysched.errors import InfeasibleError, UsageError
 from lazysched.schemas import Curve, Profile, Update
 from lazysched.solver import Solution, solve
 from lazysched.solver.bounds import count_bound_s, least_missing_gb
-from lazysched.solver.instance import Instance, offload_limits
+from lazysched.solver.choice_batch import ChoiceBatch
+from lazysched.solver.instance import Instance
+from lazysched.solver.measured import offload_limits
 from lazysched.solver.memory_rows import Budgets
 from lazysched.solver.options import EVERYTHING
 from lazysched.solver.plans import Choices
-from lazysched.solver.window_replay import ChoiceBatch, WindowReplay
+from lazysched.solver.window_replay import WindowReplay
 from tests.solver.synthetic import tiny_profile
 from tests.solver.test_placement import CANDIDATES, EARLY, EXACT, fixed_period, replayed
 

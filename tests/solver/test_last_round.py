@@ -5,15 +5,17 @@ from __future__ import annotations
 import pytest
 
 from lazysched.schemas import Profile, Update
-from lazysched.solver.instance import Candidate, Instance, offload_limits
+from lazysched.solver.choice_batch import ChoiceBatch
+from lazysched.solver.instance import Candidate, Instance
 from lazysched.solver.judge import Judge, Judged
 from lazysched.solver.last_round import MAX_FAILURES, groups, improved, single_changes
+from lazysched.solver.measured import offload_limits
 from lazysched.solver.options import EVERYTHING, EXECUTABLE, LENGTHS, Scope
 from lazysched.solver.pins import parse_pins
 from lazysched.solver.plans import Choices, Found
 from lazysched.solver.search import always
 from lazysched.solver.space import Settings, Space
-from lazysched.solver.window_replay import ChoiceBatch, WindowReplay
+from lazysched.solver.window_replay import WindowReplay
 from tests.solver.random_instances import with_two_structures
 from tests.solver.synthetic import tiny_profile
 

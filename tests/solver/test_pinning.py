@@ -18,7 +18,8 @@ from lazysched.lower import lower
 from lazysched.schemas import Curve, HostMemory, Profile, Update
 from lazysched.solver import Solution, print_solution, simulate, solve
 from lazysched.solver.bounds import count_bound_s
-from lazysched.solver.instance import Candidate, Instance, host_memories, offload_limits
+from lazysched.solver.instance import Candidate, Instance
+from lazysched.solver.measured import host_memories, offload_limits
 from lazysched.solver.memory_rows import Budgets
 from lazysched.solver.milp import PlacementProgram
 from lazysched.solver.options import STATE_CHOICES

@@ -13,13 +13,15 @@ from lazysched.lower import lower
 from lazysched.schemas import Profile, Rate, StateFormat, Update
 from lazysched.solver import Timeline, simulate
 from lazysched.solver.bounds import count_bound_s
-from lazysched.solver.instance import Candidate, Instance, offload_limits
+from lazysched.solver.choice_batch import ChoiceBatch
+from lazysched.solver.instance import Candidate, Instance
+from lazysched.solver.measured import offload_limits
 from lazysched.solver.memory_rows import Budgets
 from lazysched.solver.milp import PlacementProgram
 from lazysched.solver.pins import parse_pins
 from lazysched.solver.plans import Choices, make_plan
 from lazysched.solver.search import TIE, simplified
-from lazysched.solver.window_replay import ChoiceBatch, WindowReplay
+from lazysched.solver.window_replay import WindowReplay
 from tests.solver.synthetic import tiny_profile
 
 EXACT = Update()

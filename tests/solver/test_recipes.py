@@ -9,12 +9,14 @@ import pytest
 
 from lazysched.schemas import Plan, StagePlan, Update
 from lazysched.solver import solve
-from lazysched.solver.instance import Candidate, Instance, offload_limits
+from lazysched.solver.choice_batch import ChoiceBatch
+from lazysched.solver.instance import Candidate, Instance
+from lazysched.solver.measured import offload_limits
 from lazysched.solver.memory_rows import Budgets
 from lazysched.solver.options import EXECUTABLE, STATE_CHOICES
 from lazysched.solver.plans import Choices
 from lazysched.solver.recipes import COARSE, RULES, best_of_rule, candidates_of_rule, rules_within
-from lazysched.solver.window_replay import ChoiceBatch, WindowReplay
+from lazysched.solver.window_replay import WindowReplay
 from tests.solver.synthetic import tiny_profile
 
 MB = 1_000_000

@@ -13,14 +13,16 @@ from lazysched.errors import InfeasibleError
 from lazysched.schemas import Curve, Profile, Update
 from lazysched.solver import Solution, solve
 from lazysched.solver.bounds import count_bound_s
+from lazysched.solver.choice_batch import ChoiceBatch
 from lazysched.solver.decision_costs import base_of, stage_costs
-from lazysched.solver.instance import Candidate, Instance, offload_limits
+from lazysched.solver.instance import Candidate, Instance
+from lazysched.solver.measured import offload_limits
 from lazysched.solver.memory_rows import Budgets
 from lazysched.solver.milp import PlacementProgram
 from lazysched.solver.options import EVERYTHING, LENGTHS, SaveOption
 from lazysched.solver.pins import parse_pins
 from lazysched.solver.plans import Choices, make_plan
-from lazysched.solver.window_replay import ChoiceBatch, WindowReplay
+from lazysched.solver.window_replay import WindowReplay
 from tests.solver.synthetic import tiny_profile
 from tests.solver.test_placement import CANDIDATES, EARLY, EXACT, PLENTY, fixed_period, replayed
 

@@ -20,7 +20,8 @@ from lazysched.schemas import Curve, Profile, Rate, StateFormat, Timing, Update
 from lazysched.solver import Solution, print_solution, simulate, solve
 from lazysched.solver.bounds import count_bound_s
 from lazysched.solver.infeasible import MARGIN_BYTES
-from lazysched.solver.instance import Candidate, Instance, offload_limits
+from lazysched.solver.instance import Candidate, Instance
+from lazysched.solver.measured import offload_limits
 from lazysched.solver.memory_rows import Budgets
 from lazysched.solver.options import STATE_CHOICES
 from lazysched.solver.plans import Choices, make_plan
