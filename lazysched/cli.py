@@ -21,9 +21,10 @@ from lazysched import data_commands, doctor_command, plan_commands, plot_command
 from lazysched.cli_hardware import measure_machine
 from lazysched.errors import LazyschedError, UsageError
 from lazysched.outputs import require_folder_of
-from lazysched.schemas import Plan, Profile
+from lazysched.schemas import Profile
 from lazysched.solve_command import solve
-from lazysched.units import parse_bytes, parse_slice
+from lazysched.train_command import train
+from lazysched.units import parse_bytes
 
 INTERRUPTED = 130
 
@@ -183,83 +184,7 @@ def _refine_profile(context: typer.Context, from_run: Path | None, profile_file:
 app.command()(solve)
 
 
-@app.command()
-def train(
-    plan: Annotated[Path, typer.Option(help="What `lazysched solve` wrote.")],
-    model: Annotated[str, typer.Option(help="The model that was profiled.")],
-    data: data_commands.DataOption,
-    output_dir: Annotated[str, typer.Option(help="Folder for the trained model; one of an earlier run is replaced.")],
-    eval_data: Annotated[str | None, typer.Option(help="Held-out rows; loss before and after.")] = None,
-    data_format: data_commands.FormatOption = None,
-    group_by_length: Annotated[bool, typer.Option(help="Rows of a batch have similar lengths.")] = False,
-    init: Annotated[Literal["pretrained", "random"], typer.Option(help="Where the weights start.")] = "pretrained",
-    device: DeviceOption = "auto",
-    max_steps: Annotated[int | None, typer.Option(min=1, help="Steps; overrides the epochs.")] = None,
-    num_train_epochs: Annotated[float, typer.Option(min=0, help="Passes over the data.")] = 1.0,
-    learning_rate: Annotated[float, typer.Option(min=0)] = 2e-5,
-    lr_scheduler_type: Annotated[Literal["linear", "cosine", "constant"], typer.Option()] = "linear",
-    warmup_ratio: Annotated[float, typer.Option(min=0, max=1, help="Share of the steps that warm up.")] = 0.0,
-    weight_decay: Annotated[float, typer.Option(min=0)] = 0.0,
-    max_grad_norm: Annotated[float | None, typer.Option(min=0, help="Norm to clip to. [the plan's]")] = None,
-    adam_beta1: Annotated[float, typer.Option(min=0, max=1)] = 0.9,
-    adam_beta2: Annotated[float, typer.Option(min=0, max=1)] = 0.999,
-    adam_epsilon: Annotated[float, typer.Option(min=0)] = 1e-8,
-    seed: Annotated[int, typer.Option(min=0)] = 42,
-    logging_steps: Annotated[int, typer.Option(min=1, help="Steps between two lines of the log.")] = 1,
-    trace: Annotated[
-        str | None, typer.Option(help="File for a timeline of some steps; opens in Perfetto and chrome://tracing.")
-    ] = None,
-    trace_steps: Annotated[
-        str | None, typer.Option(metavar="FROM:TO", help="Which steps, counted from 0, TO left out. [2:5]")
-    ] = None,
-    save_steps: Annotated[int, typer.Option(min=0, help="Steps between two checkpoints; 0 saves none.")] = 500,
-    save_total_limit: Annotated[int | None, typer.Option(min=1, help="Checkpoints that stay. [all]")] = None,
-    save_state_limit: Annotated[
-        int, typer.Option(min=1, help="Checkpoints that keep optimizer state; older ones keep the model.")
-    ] = 2,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest valid checkpoint.")] = False,
-    resume_from_checkpoint: Annotated[str | None, typer.Option(help="Go on from this checkpoint.")] = None,
-) -> None:
-    """Train MODEL as the plan says and write a Hugging Face folder."""
-    schedule = Plan.load(plan)
-    steps = None if trace_steps is None else parse_slice(trace_steps, "--trace-steps")
-    from lazysched.runtime.report import comparison_table
-    from lazysched.runtime.train import train as run
-
-    console = Console()
-    result = run(
-        schedule,
-        model=model,
-        data=data,
-        output_dir=output_dir,
-        eval_data=eval_data,
-        data_format=data_format,
-        group_by_length=group_by_length,
-        init=init,
-        device=_explicit(device),
-        max_steps=max_steps,
-        num_train_epochs=num_train_epochs,
-        learning_rate=learning_rate,
-        lr_scheduler_type=lr_scheduler_type,
-        warmup_ratio=warmup_ratio,
-        weight_decay=weight_decay,
-        max_grad_norm=max_grad_norm,
-        adam_beta1=adam_beta1,
-        adam_beta2=adam_beta2,
-        adam_epsilon=adam_epsilon,
-        seed=seed,
-        logging_steps=logging_steps,
-        trace=trace,
-        trace_steps=steps,
-        save_steps=save_steps,
-        save_total_limit=save_total_limit,
-        save_state_limit=save_state_limit,
-        resume=resume,
-        resume_from_checkpoint=resume_from_checkpoint,
-        console=console,
-    )
-    console.print(comparison_table(result, "training"))
-    console.print(f"trained model: {result.output_dir}", highlight=False, markup=False, soft_wrap=True)
+app.command()(train)
 
 
 @app.command()

@@ -13,9 +13,8 @@ from lazysched.units import parse_slice
 if TYPE_CHECKING:
     from lazysched.runtime.data import Dataset
 
-DataOption = Annotated[
-    str, typer.Option(help="JSON, JSONL, CSV or Parquet file, FOLDER:NAME of a dataset_info.json, or a hub name.")
-]
+DATA_HELP = "JSON, JSONL, CSV or Parquet file, FOLDER:NAME of a dataset_info.json, or a hub name."
+DataOption = Annotated[str, typer.Option(help=DATA_HELP)]
 ModelOption = Annotated[str, typer.Option(help="Folder, hub name or GGUF file; only its tokenizer is used.")]
 SeqLenOption = Annotated[int, typer.Option(min=1, help="Tokens of a row at most, as profiled.")]
 FormatOption = Annotated[

@@ -83,7 +83,7 @@ class Document(Schema):
         try:
             return cls.model_validate(data)
         except ValidationError as error:
-            raise UsageError(f"{origin}: {_first_problem(error)}") from None
+            raise UsageError(f"{origin}: {first_problem(error)}") from None
 
 
 _TELLING_KEYS = {
@@ -119,7 +119,7 @@ def _read(path: Path) -> Any:
         raise UsageError(f"{path}: not valid JSON or YAML ({reason}); make the file again") from None
 
 
-def _first_problem(error: ValidationError) -> str:
+def first_problem(error: ValidationError) -> str:
     """The first problem of a validation as ``field: value: what is wrong``."""
     problem = error.errors(include_url=False)[0]
     where = ".".join(str(part) for part in problem["loc"])

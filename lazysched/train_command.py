@@ -1,0 +1,114 @@
+"""The command ``train``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from lazysched import data_commands
+from lazysched.schemas import Plan
+from lazysched.train_config import TrainConfig, resolve
+from lazysched.units import format_bytes
+
+
+def train(
+    context: typer.Context,
+    config: Annotated[
+        Path | None,
+        typer.Argument(metavar="CONFIG", help="YAML file of settings; flags win over it.", show_default=False),
+    ] = None,
+    *,
+    plan: Annotated[str | None, typer.Option(help="What `lazysched solve` wrote.")] = None,
+    model: Annotated[
+        str | None, typer.Option("--model", "--model-name-or-path", help="The model that was profiled.")
+    ] = None,
+    data: Annotated[str | None, typer.Option("--data", "--dataset", help=data_commands.DATA_HELP)] = None,
+    output_dir: Annotated[
+        str | None, typer.Option(help="Folder for the trained model; one of an earlier run is replaced.")
+    ] = None,
+    eval_data: Annotated[str | None, typer.Option(help="Held-out rows; loss before and after.")] = None,
+    data_format: data_commands.FormatOption = None,
+    group_by_length: Annotated[bool, typer.Option(help="Rows of a batch have similar lengths.")] = False,
+    init: Annotated[Literal["pretrained", "random"], typer.Option(help="Where the weights start.")] = "pretrained",
+    device: Annotated[
+        Literal["auto", "cuda", "cpu"], typer.Option(help="What computes; auto takes the GPU if there is one.")
+    ] = "auto",
+    max_steps: Annotated[int | None, typer.Option(min=1, help="Steps; overrides the epochs.")] = None,
+    num_train_epochs: Annotated[float, typer.Option(min=0, help="Passes over the data.")] = 1.0,
+    learning_rate: Annotated[float, typer.Option(min=0)] = 2e-5,
+    lr_scheduler_type: Annotated[Literal["linear", "cosine", "constant"], typer.Option()] = "linear",
+    warmup_ratio: Annotated[float, typer.Option(min=0, max=1, help="Share of the steps that warm up.")] = 0.0,
+    weight_decay: Annotated[float, typer.Option(min=0)] = 0.0,
+    max_grad_norm: Annotated[float | None, typer.Option(min=0, help="Norm to clip to. [the plan's]")] = None,
+    adam_beta1: Annotated[float, typer.Option(min=0, max=1)] = 0.9,
+    adam_beta2: Annotated[float, typer.Option(min=0, max=1)] = 0.999,
+    adam_epsilon: Annotated[float, typer.Option(min=0)] = 1e-8,
+    seed: Annotated[int, typer.Option(min=0)] = 42,
+    logging_steps: Annotated[int, typer.Option(min=1, help="Steps between two lines of the log.")] = 1,
+    trace: Annotated[
+        str | None, typer.Option(help="File for a timeline of some steps; opens in Perfetto and chrome://tracing.")
+    ] = None,
+    trace_steps: Annotated[
+        str | None, typer.Option(metavar="FROM:TO", help="Which steps, counted from 0, TO left out. [2:5]")
+    ] = None,
+    save_steps: Annotated[int, typer.Option(min=0, help="Steps between two checkpoints; 0 saves none.")] = 500,
+    save_total_limit: Annotated[int | None, typer.Option(min=1, help="Checkpoints that stay. [all]")] = None,
+    save_state_limit: Annotated[
+        int, typer.Option(min=1, help="Checkpoints that keep optimizer state; older ones keep the model.")
+    ] = 2,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest valid checkpoint.")] = False,
+    resume_from_checkpoint: Annotated[str | None, typer.Option(help="Go on from this checkpoint.")] = None,
+    per_device_train_batch_size: Annotated[
+        int | None,
+        typer.Option(min=1, help="With the next, rows of a step; the plan splits them."),
+    ] = None,
+    gradient_accumulation_steps: Annotated[int, typer.Option(min=1)] = 1,
+    max_length: Annotated[int | None, typer.Option(min=1, help="Tokens of a row, checked against the plan.")] = None,
+    packing: Annotated[
+        bool | None, typer.Option("--packing/--no-packing", help="Checked against the plan.", show_default=False)
+    ] = None,
+    bf16: Annotated[
+        bool | None, typer.Option("--bf16/--no-bf16", help="Checked against the plan.", show_default=False)
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print settings and memory, train nothing.")] = False,
+) -> None:
+    """Train MODEL as the plan says and write a Hugging Face folder."""
+    given = [name for name in TrainConfig.model_fields if _is_given(context, name)]
+    settings = resolve(config, context.params, given)
+    schedule = Plan.load(settings.plan)
+    settings.check_plan(schedule)
+    console = Console()
+    if settings.per_device_train_batch_size is not None:
+        split = f"a step of {schedule.batch_size} rows goes in {schedule.accumulation} times {schedule.micro_batch}"
+        console.print(f"{split}, as the plan says", highlight=False)
+    arguments = settings.run_arguments()
+    if dry_run:
+        console.print(settings.as_yaml(), highlight=False, markup=False, soft_wrap=True, end="")
+        console.print(_memory_table(schedule))
+        return
+    from lazysched.runtime.report import comparison_table
+    from lazysched.runtime.train import train as run
+
+    result = run(schedule, **arguments, console=console)
+    console.print(comparison_table(result, "training"))
+    console.print(f"trained model: {result.output_dir}", highlight=False, markup=False, soft_wrap=True)
+
+
+def _is_given(context: typer.Context, name: str) -> bool:
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
+
+
+def _memory_table(plan: Plan) -> Table:
+    """What the plan predicts of each tier, beside its budget."""
+    table = Table("memory", "predicted", "budget")
+    peaks = plan.predicted.peak_bytes if plan.predicted else {}
+    for tier, budget_bytes in plan.budget_bytes.items():
+        if budget_bytes or peaks.get(tier):
+            predicted = format_bytes(peaks[tier]) if tier in peaks else "not predicted"
+            table.add_row(tier, predicted, format_bytes(budget_bytes))
+    return table

@@ -1,0 +1,171 @@
+"""The settings of a training run: one YAML or JSON file and flags, flags win.
+
+Names are those of transformers' Trainer; what other tools call the same is taken too, with dashes or underscores.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import Field, ValidationError, field_validator
+
+from lazysched.errors import UsageError
+from lazysched.schemas import Plan, Schema
+from lazysched.schemas.base import first_problem
+from lazysched.units import parse_slice
+
+ALIASES = {
+    "model_name_or_path": "model", "base_model": "model", "dataset": "data", "train_dataset": "data",
+    "eval_dataset": "eval_data", "micro_batch_size": "per_device_train_batch_size", "cutoff_len": "max_length",
+    "sequence_len": "max_length", "max_seq_length": "max_length", "seq_len": "max_length",
+    "num_epochs": "num_train_epochs", "lr_scheduler": "lr_scheduler_type",
+}  # fmt: skip
+"""What other tools say -> field."""
+NEEDED = ("plan", "model", "data", "output_dir")
+
+
+class TrainConfig(Schema):
+    """Settings of ``lazysched train``, resolved."""
+
+    plan: str
+    model: str
+    data: str
+    output_dir: str
+    eval_data: str | None = None
+    data_format: str | None = None
+    group_by_length: bool = False
+    init: Literal["pretrained", "random"] = "pretrained"
+    device: Literal["auto", "cuda", "cpu"] = "auto"
+    max_steps: int | None = Field(default=None, ge=1)
+    num_train_epochs: float = Field(default=1.0, ge=0)
+    learning_rate: float = Field(default=2e-5, ge=0)
+    lr_scheduler_type: Literal["linear", "cosine", "constant"] = "linear"
+    warmup_ratio: float = Field(default=0.0, ge=0, le=1)
+    weight_decay: float = Field(default=0.0, ge=0)
+    max_grad_norm: float | None = Field(default=None, ge=0)
+    adam_beta1: float = Field(default=0.9, ge=0, le=1)
+    adam_beta2: float = Field(default=0.999, ge=0, le=1)
+    adam_epsilon: float = Field(default=1e-8, ge=0)
+    seed: int = Field(default=42, ge=0)
+    logging_steps: int = Field(default=1, ge=1)
+    trace: str | None = None
+    trace_steps: str | None = None
+    save_steps: int = Field(default=500, ge=0)
+    save_total_limit: int | None = Field(default=None, ge=1)
+    save_state_limit: int = Field(default=2, ge=1)
+    resume: bool = False
+    resume_from_checkpoint: str | None = None
+    per_device_train_batch_size: int | None = Field(default=None, ge=1)
+    """With ``gradient_accumulation_steps`` rows of a step, which the plan splits as it likes."""
+    gradient_accumulation_steps: int = Field(default=1, ge=1)
+    max_length: int | None = Field(default=None, ge=1)
+    """Tokens of a row; the plan's."""
+    packing: bool | None = None
+    """The plan's."""
+    bf16: bool | None = None
+    """Whether weights and activations compute in bfloat16; the plan's."""
+
+    @field_validator("plan", "model", "data", "output_dir", "trace", mode="before")
+    @classmethod
+    def _paths_are_text(cls, value: Any) -> Any:
+        return str(value) if isinstance(value, Path) else value
+
+    def check_plan(self, plan: Plan) -> None:
+        """Refuse what the plan was not solved for.
+
+        Raises:
+            UsageError: rows of a step, tokens of a row, packing or the computing dtype are not the plan's.
+        """
+        size, count = self.per_device_train_batch_size, self.gradient_accumulation_steps
+        if size is None and count != 1:
+            raise UsageError(
+                f"gradient_accumulation_steps: {count} times how many rows? give per_device_train_batch_size too"
+            )
+        if size is not None and size * count != plan.batch_size:
+            raise UsageError(
+                f"per_device_train_batch_size: {size}, {count} times accumulated, are {size * count} rows a step, the "
+                f"plan has {plan.batch_size}; solve for --batch-size {size * count}, or leave it out"
+            )
+        planned = {"max_length": plan.seq_len, "packing": plan.packing, "bf16": plan.compute_dtype == "bfloat16"}
+        for name, value in planned.items():
+            given = getattr(self, name)
+            if given is not None and given != value:
+                raise UsageError(f"{name}: {given}, the plan has {value}; profile and solve for it, or leave it out")
+
+    def run_arguments(self) -> dict[str, Any]:
+        """What ``lazysched.train`` takes beside the plan."""
+        shared = {"plan", "per_device_train_batch_size", "gradient_accumulation_steps", "max_length", "packing", "bf16"}
+        steps = None if self.trace_steps is None else parse_slice(self.trace_steps, "--trace-steps")
+        device = None if self.device == "auto" else self.device
+        return self.model_dump(exclude=shared) | {"trace_steps": steps, "device": device}
+
+    def as_yaml(self) -> str:
+        """As a configuration file; what was left to the plan is left out."""
+        return yaml.safe_dump(self.model_dump(mode="json", exclude_none=True), sort_keys=False)
+
+
+def resolve(path: Path | None, flags: Mapping[str, Any], given: Collection[str]) -> TrainConfig:
+    """Settings of the file at ``path`` with flags over them.
+
+    Args:
+        path: a YAML or JSON file; None where there are flags alone.
+        flags: every flag's value, defaults included.
+        given: flags that were on the command line.
+
+    Raises:
+        UsageError: the file cannot be read, has an unknown key or a wrong value, or something needed is missing.
+    """
+    values = {} if path is None else read_config(path)
+    own = set(values) - set(given)
+    values |= {name: flags[name] for name in given}
+    for name in NEEDED:
+        if values.get(name) is None:
+            raise UsageError(f"{name}: missing; give --{name.replace('_', '-')}, or {name} in a configuration file")
+    try:
+        return TrainConfig.model_validate(values)
+    except ValidationError as error:
+        field = str(error.errors()[0]["loc"][0]) if error.errors()[0]["loc"] else ""
+        origin = f"{path}: " if field in own else ""
+        raise UsageError(f"{origin}{first_problem(error)}") from None
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """The settings in a file, by field; what is null there is left out.
+
+    Raises:
+        UsageError: no such file, no mapping, an unknown key, or one setting under two names.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+        read, root = yaml.safe_load(text), yaml.compose(text, Loader=yaml.SafeLoader)
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "no text"
+        raise UsageError(f"{path}: cannot be read ({reason}); name a YAML file of settings") from None
+    except (yaml.YAMLError, RecursionError) as error:
+        raise UsageError(f"{path}: not valid YAML ({' '.join(str(error).split())}); mend it") from None
+    if not isinstance(read, dict):
+        raise UsageError(f"{path}: holds no settings; write lines as learning_rate: 1e-5")
+    found: dict[str, Any] = {}
+    written = [str(key.value) for key, _ in root.value]  # where one is there twice, YAML would keep the last
+    for key, name in [(key, _field_of(key, path)) for key in written]:
+        if name in found:
+            raise UsageError(f"{path}: {key}: says {name} once more; keep one of them")
+        found[name] = {str(k): v for k, v in read.items()}[key]
+    if isinstance(found.get("resume_from_checkpoint"), bool):  # transformers: the newest
+        found["resume"] = found.pop("resume_from_checkpoint") or found.get("resume", False)
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _field_of(key: str, path: Path) -> str:
+    spelled = key.replace("-", "_")
+    name = ALIASES.get(spelled, spelled)
+    if name not in TrainConfig.model_fields:
+        known = [*TrainConfig.model_fields, *ALIASES]
+        near = difflib.get_close_matches(spelled, known, n=1)
+        remedy = f"did you mean {near[0]}?" if near else "remove it; `lazysched train --help` lists what there is"
+        raise UsageError(f"{path}: {key}: unknown setting; {remedy}")
+    return name

@@ -1,0 +1,151 @@
+"""Settings of a run: one file and flags, flags win; other tools' names; what a plan was not solved for is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import yaml
+
+from lazysched.cli import main
+from lazysched.schemas import Plan, Prediction
+from lazysched.train_config import ALIASES, NEEDED, TrainConfig, read_config
+from tests.packaging.test_cli import PLAN, Calls, refused, replace_module
+
+SETTINGS = "model_name_or_path: m\ndataset: d.jsonl\noutput-dir: out\nplan: plan.json\nlearning_rate: 1e-5\nseed: 7\n"
+RESULT = SimpleNamespace(
+    measured_step_s=None, predicted_step_s=1.5, num_skipped=0, timed=None, predicted_exposed_s={},
+    predicted_moved_bytes={}, peak_bytes={}, held_out_loss_before=None, output_dir="out",
+)  # fmt: skip
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Calls:
+    monkeypatch.chdir(tmp_path)
+    predicted = Prediction(
+        step_s=1.0, exposed_s={}, moved_bytes={}, peak_bytes={"gpu": 3_000_000_000, "host": 5_000_000_000, "nvme": 0}
+    )
+    budget_bytes = {"gpu": 4_000_000_000, "host": 6_000_000_000, "nvme": 0}
+    plan = PLAN.model_copy(update={"batch_size": 8, "accumulation": 4, "predicted": predicted})
+    Plan.model_validate(plan.model_dump() | {"budget_bytes": budget_bytes}).save("plan.json")
+    Path("c.yaml").write_text(SETTINGS, encoding="utf-8")
+    calls = Calls(RESULT)
+    replace_module(monkeypatch, "lazysched.runtime.train", train=calls)
+    return calls
+
+
+def test_a_file_gives_the_settings_and_flags_win(run: Calls) -> None:
+    assert main(["train", "c.yaml", "--seed", "9", "--output-dir", "elsewhere"]) == 0
+    # YAML calls 1e-5 a text.
+    assert (run["model"], run["data"], run["learning_rate"]) == ("m", "d.jsonl", 1e-5)
+    assert (run["seed"], run["output_dir"], run["device"]) == (9, "elsewhere", None)
+
+
+def test_a_flag_that_repeats_the_default_wins_too(run: Calls) -> None:
+    assert main(["train", "c.yaml", "--learning-rate", "2e-5", "--seed", "42"]) == 0
+    assert (run["learning_rate"], run["seed"]) == (2e-5, 42)
+
+
+def test_flags_alone_suffice_under_either_name(run: Calls) -> None:
+    flags = ["--plan", "plan.json", "--model_name_or_path", "m", "--dataset", "d.jsonl", "--output_dir", "out"]
+    assert main(["train", *flags]) == 0
+    assert (run["model"], run["data"]) == ("m", "d.jsonl")
+
+
+@pytest.mark.parametrize(("alias", "name"), ALIASES.items())
+def test_every_other_name_is_a_setting(tmp_path: Path, alias: str, name: str) -> None:
+    assert name in TrainConfig.model_fields
+    file = tmp_path / "c.yaml"
+    file.write_text(f"{alias.replace('_', '-')}: 3\n", encoding="utf-8")
+    assert read_config(file) == {name: 3}
+
+
+def test_what_the_run_takes_is_what_the_settings_are(run: Calls) -> None:
+    """Every field but those that are checked against the plan reaches the run."""
+    assert main(["train", "c.yaml"]) == 0
+    shared = {"plan", "per_device_train_batch_size", "gradient_accumulation_steps", "max_length", "packing", "bf16"}
+    assert set(run) == set(TrainConfig.model_fields) - shared | {"console"}
+
+
+def test_transformers_say_true_for_the_newest_checkpoint(run: Calls) -> None:
+    Path("c.yaml").write_text(SETTINGS + "resume_from_checkpoint: true\n", encoding="utf-8")
+    assert main(["train", "c.yaml"]) == 0
+    assert (run["resume"], run["resume_from_checkpoint"]) == (True, None)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("learning_rat: 1e-5", "c.yaml: learning_rat: unknown setting; did you mean learning_rate?"),
+        ("finetuning_typ: lora", "c.yaml: finetuning_typ: unknown setting; remove it"),
+        ("cutoff_len: 8\nmax_length: 8", "c.yaml: max_length: says max_length once more; keep one of them"),
+        ("seed: 1\nseed: 2", "c.yaml: seed: says seed once more; keep one of them"),
+        ("learning_rate: fast", "c.yaml: learning_rate: is 'fast': Input should be a valid number"),
+        ("warmup_ratio: 2", "c.yaml: warmup_ratio: is 2: Input should be less than or equal to 1"),
+        ("lr_scheduler_type: step", "c.yaml: lr_scheduler_type: is 'step': Input should be 'linear', 'cosine' or"),
+        ("optimizer: {name: adamw}", "c.yaml: optimizer: unknown setting"),
+        ("eval_data: [a, b]", "c.yaml: eval_data: Input should be a valid string"),
+        ("- a\n- b", "c.yaml: holds no settings; write lines as learning_rate: 1e-5"),
+        ("a: [", "c.yaml: not valid YAML"),
+    ],
+)
+def test_wrong_settings_are_one_line(run: Calls, capsys: pytest.CaptureFixture[str], text: str, message: str) -> None:
+    Path("c.yaml").write_text(text, encoding="utf-8")
+    flags = ["--plan", "plan.json", "--model", "m", "--data", "d.jsonl", "--output-dir", "out"]
+    assert message in refused(capsys, ["train", "c.yaml", *flags])
+    assert not run
+
+
+def test_null_is_as_if_it_were_not_there(run: Calls, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("c.yaml").write_text(SETTINGS.replace("plan.json", "null") + "max_steps: null", encoding="utf-8")
+    assert "plan: missing; give --plan, or plan in a" in refused(capsys, ["train", "c.yaml"])
+    assert main(["train", "c.yaml", "--plan", "plan.json"]) == 0
+    assert run["max_steps"] is None
+
+
+@pytest.mark.parametrize("name", NEEDED)
+def test_what_is_needed_is_named(run: Calls, capsys: pytest.CaptureFixture[str], name: str) -> None:
+    flags = {"plan": "plan.json", "model": "m", "data": "d.jsonl", "output_dir": "out"}
+    given = [part for key, value in flags.items() if key != name for part in (f"--{key.replace('_', '-')}", value)]
+    assert f"{name}: missing; give --{name.replace('_', '-')}" in refused(capsys, ["train", *given])
+    assert not run
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (
+            ["--per-device-train-batch-size", "4", "--gradient-accumulation-steps", "4"],
+            "per_device_train_batch_size: 4, 4 times accumulated, are 16 rows a step, the plan has 8; solve for",
+        ),
+        (["--gradient-accumulation-steps", "8"], "gradient_accumulation_steps: 8 times how many rows?"),
+        (["--max-length", "9"], "max_length: 9, the plan has 8; profile and solve for it"),
+        (["--packing"], "packing: True, the plan has False"),
+        (["--bf16"], "bf16: True, the plan has False"),
+    ],
+)
+def test_what_the_plan_was_not_solved_for_is_refused(
+    run: Calls, capsys: pytest.CaptureFixture[str], flags: list[str], message: str
+) -> None:
+    assert message in refused(capsys, ["train", "c.yaml", *flags])
+    assert not run
+
+
+def test_the_plan_splits_the_batch_as_it_likes_and_says_so(run: Calls, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--per-device-train-batch-size", "4", "--gradient-accumulation-steps", "2", "--no-packing"]
+    assert main(["train", "c.yaml", *flags]) == 0
+    assert run
+    assert "a step of 8 rows goes in 4 times 2, as the plan says" in capsys.readouterr().out
+
+
+def test_a_dry_run_shows_settings_and_memory_and_trains_nothing(run: Calls, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "c.yaml", "--seed", "9", "--dry-run"]) == 0
+    assert not run
+    settings, table = capsys.readouterr().out.split("┏", 1)
+    again = yaml.safe_load(settings)
+    assert (again["seed"], again["learning_rate"], again["model"]) == (9, 1e-5, "m")
+    assert TrainConfig.model_validate(again).learning_rate == 1e-5
+    words = table.split()
+    assert all(word in words for word in ("gpu", "host", "3", "4", "5", "6"))
+    assert "nvme" not in words
