@@ -150,7 +150,7 @@ def read_config(path: Path) -> dict[str, Any]:
     if not isinstance(read, dict):
         raise UsageError(f"{path}: holds no settings; write lines as learning_rate: 1e-5")
     found: dict[str, Any] = {}
-    written = [str(key.value) for key, _ in root.value]  # where one is there twice, YAML would keep the last
+    written = [str(key.value) for key, _ in (root.value if root else ())]  # where one is there twice, YAML would keep the last
     for key, name in [(key, _field_of(key, path)) for key in written]:
         if name in found:
             raise UsageError(f"{path}: {key}: says {name} once more; keep one of them")
