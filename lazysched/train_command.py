@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lazysched import data_commands
+from lazysched.own_plan import make_plan
 from lazysched.schemas import Plan
 from lazysched.train_config import TrainConfig, resolve
 from lazysched.units import format_bytes
@@ -22,7 +23,9 @@ def train(
         typer.Argument(metavar="CONFIG", help="YAML file of settings; flags win over it.", show_default=False),
     ] = None,
     *,
-    plan: Annotated[str | None, typer.Option(help="What `lazysched solve` wrote.")] = None,
+    plan: Annotated[
+        str | None, typer.Option(help="What `lazysched solve` wrote. [profile the model and solve]", show_default=False)
+    ] = None,
     model: Annotated[
         str | None, typer.Option("--model", "--model-name-or-path", help="The model that was profiled.")
     ] = None,
@@ -64,7 +67,7 @@ def train(
     resume_from_checkpoint: Annotated[str | None, typer.Option(help="Go on from this checkpoint.")] = None,
     per_device_train_batch_size: Annotated[
         int | None,
-        typer.Option(min=1, help="With the next, rows of a step; the plan splits them."),
+        typer.Option(min=1, help="With the next, rows of a step; the plan splits them. [8]"),
     ] = None,
     gradient_accumulation_steps: Annotated[int, typer.Option(min=1)] = 1,
     max_length: Annotated[int | None, typer.Option(min=1, help="Tokens of a row, checked against the plan.")] = None,
@@ -74,18 +77,22 @@ def train(
     bf16: Annotated[
         bool | None, typer.Option("--bf16/--no-bf16", help="Checked against the plan.", show_default=False)
     ] = None,
+    gpu_memory: Annotated[str | None, typer.Option(help="Without a plan, most GPU memory. [what is free]")] = None,
+    host_memory: Annotated[str | None, typer.Option(help="Without a plan, most host memory. [what is free]")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print settings and memory, train nothing.")] = False,
 ) -> None:
     """Train MODEL as the plan says and write a Hugging Face folder."""
     given = [name for name in TrainConfig.model_fields if _is_given(context, name)]
     settings = resolve(config, context.params, given)
-    schedule = Plan.load(settings.plan)
-    settings.check_plan(schedule)
-    console = Console()
-    if settings.per_device_train_batch_size is not None:
+    arguments, console = settings.run_arguments(), Console()
+    if settings.plan is None:
+        schedule = make_plan(settings, console)
+    else:
+        schedule = Plan.load(settings.plan)
+        settings.check_plan(schedule)
+    if settings.plan is not None and settings.per_device_train_batch_size is not None:
         split = f"a step of {schedule.batch_size} rows goes in {schedule.accumulation} times {schedule.micro_batch}"
         console.print(f"{split}, as the plan says", highlight=False)
-    arguments = settings.run_arguments()
     if dry_run:
         console.print(settings.as_yaml(), highlight=False, markup=False, soft_wrap=True, end="")
         console.print(_memory_table(schedule))

@@ -25,13 +25,19 @@ ALIASES = {
     "num_epochs": "num_train_epochs", "lr_scheduler": "lr_scheduler_type",
 }  # fmt: skip
 """What other tools say -> field."""
-NEEDED = ("plan", "model", "data", "output_dir")
+PLANNED = (
+    "per_device_train_batch_size", "gradient_accumulation_steps", "max_length", "packing", "bf16", "gpu_memory",
+    "host_memory",
+)  # fmt: skip
+"""What a plan decides."""
+NEEDED = ("model", "data", "output_dir")
 
 
 class TrainConfig(Schema):
     """Settings of ``lazysched train``, resolved."""
 
-    plan: str
+    plan: str | None = None
+    """None: profile the model and solve."""
     model: str
     data: str
     output_dir: str
@@ -68,6 +74,9 @@ class TrainConfig(Schema):
     """The plan's."""
     bf16: bool | None = None
     """Whether weights and activations compute in bfloat16; the plan's."""
+    gpu_memory: str | None = None
+    """Budget to solve for where there is no plan, as ``24GB``."""
+    host_memory: str | None = None
 
     @field_validator("plan", "model", "data", "output_dir", "trace", mode="before")
     @classmethod
@@ -80,6 +89,9 @@ class TrainConfig(Schema):
         Raises:
             UsageError: rows of a step, tokens of a row, packing or the computing dtype are not the plan's.
         """
+        for name in ("gpu_memory", "host_memory"):
+            if getattr(self, name) is not None:
+                raise UsageError(f"{name}: {getattr(self, name)}, the plan has its own; solve for it, or leave it out")
         size, count = self.per_device_train_batch_size, self.gradient_accumulation_steps
         if size is None and count != 1:
             raise UsageError(
@@ -98,7 +110,7 @@ class TrainConfig(Schema):
 
     def run_arguments(self) -> dict[str, Any]:
         """What ``lazysched.train`` takes beside the plan."""
-        shared = {"plan", "per_device_train_batch_size", "gradient_accumulation_steps", "max_length", "packing", "bf16"}
+        shared = {*PLANNED, "plan"}
         steps = None if self.trace_steps is None else parse_slice(self.trace_steps, "--trace-steps")
         device = None if self.device == "auto" else self.device
         return self.model_dump(exclude=shared) | {"trace_steps": steps, "device": device}
@@ -150,7 +162,9 @@ def read_config(path: Path) -> dict[str, Any]:
     if not isinstance(read, dict):
         raise UsageError(f"{path}: holds no settings; write lines as learning_rate: 1e-5")
     found: dict[str, Any] = {}
-    written = [str(key.value) for key, _ in (root.value if root else ())]  # where one is there twice, YAML would keep the last
+    written = [
+        str(key.value) for key, _ in (root.value if root else ())
+    ]  # where one is there twice, YAML would keep the last
     for key, name in [(key, _field_of(key, path)) for key in written]:
         if name in found:
             raise UsageError(f"{path}: {key}: says {name} once more; keep one of them")

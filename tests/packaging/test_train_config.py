@@ -10,7 +10,7 @@ import yaml
 
 from lazysched.cli import main
 from lazysched.schemas import Plan, Prediction
-from lazysched.train_config import ALIASES, NEEDED, TrainConfig, read_config
+from lazysched.train_config import ALIASES, NEEDED, PLANNED, TrainConfig, read_config
 from tests.packaging.test_cli import PLAN, Calls, refused, replace_module
 
 SETTINGS = "model_name_or_path: m\ndataset: d.jsonl\noutput-dir: out\nplan: plan.json\nlearning_rate: 1e-5\nseed: 7\n"
@@ -64,8 +64,7 @@ def test_every_other_name_is_a_setting(tmp_path: Path, alias: str, name: str) ->
 def test_what_the_run_takes_is_what_the_settings_are(run: Calls) -> None:
     """Every field but those that are checked against the plan reaches the run."""
     assert main(["train", "c.yaml"]) == 0
-    shared = {"plan", "per_device_train_batch_size", "gradient_accumulation_steps", "max_length", "packing", "bf16"}
-    assert set(run) == set(TrainConfig.model_fields) - shared | {"console"}
+    assert set(run) == set(TrainConfig.model_fields) - {*PLANNED, "plan"} | {"console"}
 
 
 def test_transformers_say_true_for_the_newest_checkpoint(run: Calls) -> None:
@@ -98,10 +97,11 @@ def test_wrong_settings_are_one_line(run: Calls, capsys: pytest.CaptureFixture[s
 
 
 def test_null_is_as_if_it_were_not_there(run: Calls, capsys: pytest.CaptureFixture[str]) -> None:
-    Path("c.yaml").write_text(SETTINGS.replace("plan.json", "null") + "max_steps: null", encoding="utf-8")
-    assert "plan: missing; give --plan, or plan in a" in refused(capsys, ["train", "c.yaml"])
-    assert main(["train", "c.yaml", "--plan", "plan.json"]) == 0
-    assert run["max_steps"] is None
+    Path("c.yaml").write_text(SETTINGS.replace("output-dir: out", "output-dir: null"), encoding="utf-8")
+    assert "output_dir: missing; give --output-dir, or output_dir in a" in refused(capsys, ["train", "c.yaml"])
+    Path("c.yaml").write_text(SETTINGS.replace("seed: 7", "seed: null"), encoding="utf-8")
+    assert main(["train", "c.yaml"]) == 0
+    assert run["seed"] == 42
 
 
 @pytest.mark.parametrize("name", NEEDED)
@@ -123,6 +123,7 @@ def test_what_is_needed_is_named(run: Calls, capsys: pytest.CaptureFixture[str],
         (["--max-length", "9"], "max_length: 9, the plan has 8; profile and solve for it"),
         (["--packing"], "packing: True, the plan has False"),
         (["--bf16"], "bf16: True, the plan has False"),
+        (["--gpu-memory", "4GB"], "gpu_memory: 4GB, the plan has its own; solve for it, or leave it out"),
     ],
 )
 def test_what_the_plan_was_not_solved_for_is_refused(

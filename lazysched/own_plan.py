@@ -1,0 +1,128 @@
+"""``lazysched train`` without a plan: profile the model on this machine, once, and solve.
+
+Profiles are kept in the user's cache, by model, machine and shape, and used again as long as they are readable there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from lazysched.errors import UsageError
+from lazysched.schemas import Plan, Profile
+from lazysched.train_config import TrainConfig
+from lazysched.units import format_bytes, format_seconds, parse_bytes
+
+DEFAULT_ROWS, DEFAULT_LENGTH = 8, 1024
+"""Rows of a step, as transformers has it, and tokens of a row."""
+NUM_SIZES = 4
+"""Micro-batches that are profiled at most: the largest powers of two that divide the step, up to 32."""
+LARGEST_SIZE = 32
+
+
+def make_plan(settings: TrainConfig, console: Console) -> Plan:
+    """Profile, or take the profile from the cache, solve, and save the plan beside the output folder.
+
+    Args:
+        settings: of the run; the batch is ``per_device_train_batch_size`` times ``gradient_accumulation_steps``.
+        console: what is done is said there.
+
+    Raises:
+        LazyschedError: whatever profile or solve refuse.
+    """
+    rows = (settings.per_device_train_batch_size or DEFAULT_ROWS) * settings.gradient_accumulation_steps
+    path = plan_path(settings)
+    if not path.parent.is_dir():
+        raise UsageError(f"output_dir: {settings.output_dir}: the folder {path.parent} does not exist; make it first")
+    gpu_bytes, host_bytes = (_bytes(getattr(settings, name), name) for name in ("gpu_memory", "host_memory"))
+    clip_norm = 1.0 if settings.max_grad_norm is None else settings.max_grad_norm or None
+    _check_data(settings)
+    profile = _profile(settings, rows, console)
+    from lazysched.solver import solve
+
+    solution = solve(
+        profile, batch_size=rows, max_grad_norm=clip_norm, gpu_memory_bytes=gpu_bytes, host_memory_bytes=host_bytes
+    )
+    plan, peaks = solution.plan, solution.timeline.peak_bytes
+    plan.save(path)
+    step = f"{plan.accumulation} times {plan.micro_batch} rows, {format_seconds(solution.timeline.step_s)} a step"
+    memory = f"gpu {format_bytes(peaks['gpu'])}, host {format_bytes(peaks['host'])}"
+    _say(console, f"solved: {step}, {memory}; the plan is in {path}")
+    return plan
+
+
+def plan_path(settings: TrainConfig) -> Path:
+    """Where the plan is saved: beside the output folder, which a run replaces as a whole."""
+    folder = Path(settings.output_dir)
+    return folder.with_name(f"{folder.name}-plan.json")
+
+
+def sizes_of(rows: int) -> list[int]:
+    """Micro-batches to profile for a step of ``rows``, ascending; the whole step where it is odd."""
+    powers = [size for size in (1 << k for k in range(LARGEST_SIZE.bit_length())) if rows % size == 0]
+    return [size for size in powers if size <= LARGEST_SIZE][-NUM_SIZES:]
+
+
+def _check_data(settings: TrainConfig) -> None:
+    """Tokenise the data now, for the run too: what is wrong with them should not wait for the profile."""
+    from lazysched.runtime.data import Dataset
+    from lazysched.runtime.data.tokenizer import load_tokenizer
+    from lazysched.runtime.sources import resolve_model
+
+    tokenizer = load_tokenizer(resolve_model(settings.model))
+    for data in filter(None, (settings.data, settings.eval_data)):
+        Dataset.load(data, tokenizer, settings.max_length or DEFAULT_LENGTH, data_format=settings.data_format)
+
+
+def _profile(settings: TrainConfig, rows: int, console: Console) -> Profile:
+    seq_len, packing = settings.max_length or DEFAULT_LENGTH, bool(settings.packing)
+    device = None if settings.device == "auto" else settings.device
+    dtype = {True: "bfloat16", False: "float32", None: None}[settings.bf16]
+    arguments: dict[str, Any] = {
+        "device": device, "dtype": dtype, "seq_len": seq_len, "micro_batches": sizes_of(rows), "packing": packing,
+    }  # fmt: skip
+    path = _cached(settings.model, arguments)
+    known = _load(path)
+    if known is not None:
+        _say(console, f"profile: measured before, {path}")
+        return known
+    from lazysched.profiles.measure import profile
+
+    _say(console, f"profile: {settings.model} on this machine, {seq_len} tokens a row; it takes some minutes")
+    measured = profile(settings.model, **arguments)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    measured.save(path)
+    _say(console, f"profile: kept in {path}")
+    return measured
+
+
+def _load(path: Path) -> Profile | None:
+    """The profile there; one of another version of lazysched, or a damaged one, is measured anew."""
+    try:
+        return Profile.load(path)
+    except UsageError:
+        return None
+
+
+def _cached(model: str, arguments: dict[str, Any]) -> Path:
+    """Where the profile of this model, machine and shape is kept."""
+    from lazysched.runtime.arguments import choose_device
+    from lazysched.runtime.machine import hardware_id
+    from lazysched.runtime.sources import default_cache_dir, resolve_model
+
+    machine = hardware_id(choose_device(arguments["device"]))
+    text = repr([resolve_model(model).config.to_json_string(), machine, sorted(arguments.items())])
+    folder = Path(os.environ.get("LAZYSCHED_PROFILES") or default_cache_dir() / "profiles")
+    return folder / f"{hashlib.sha256(text.encode()).hexdigest()[:24]}.json"
+
+
+def _bytes(text: str | None, field: str) -> int | None:
+    return None if text is None else parse_bytes(text, field)
+
+
+def _say(console: Console, text: str) -> None:
+    console.print(text, highlight=False, markup=False, soft_wrap=True)
