@@ -58,6 +58,9 @@ def train(
     trace_steps: Annotated[
         str | None, typer.Option(metavar="FROM:TO", help="Which steps, counted from 0, TO left out. [2:5]")
     ] = None,
+    eval_steps: Annotated[
+        int, typer.Option(min=0, help="Steps between two looks at the held-out loss; 0: before and after alone.")
+    ] = 0,
     save_steps: Annotated[int, typer.Option(min=0, help="Steps between two checkpoints; 0 saves none.")] = 500,
     save_total_limit: Annotated[int | None, typer.Option(min=1, help="Checkpoints that stay. [all]")] = None,
     save_state_limit: Annotated[

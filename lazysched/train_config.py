@@ -60,6 +60,7 @@ class TrainConfig(Schema):
     logging_steps: int = Field(default=1, ge=1)
     trace: str | None = None
     trace_steps: str | None = None
+    eval_steps: int = Field(default=0, ge=0)
     save_steps: int = Field(default=500, ge=0)
     save_total_limit: int | None = Field(default=None, ge=1)
     save_state_limit: int = Field(default=2, ge=1)

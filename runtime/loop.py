@@ -7,7 +7,7 @@ import json
 import math
 import statistics
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 
 from lazysched.errors import RunError
 from lazysched.runtime.batch import Batch
@@ -35,6 +35,8 @@ class StepRow:
     trained_tokens: int
     step_s: float
     skipped: bool
+    held_out_loss: float | None = None
+    """After the step, where it was taken then."""
 
 
 @dataclass
@@ -75,8 +77,9 @@ class History:
         return statistics.median(times) if times else None
 
     def jsonl(self) -> str:
-        """One JSON object a step."""
-        return "".join(json.dumps(asdict(row)) + "\n" for row in self.rows)
+        """One JSON object a step, with the held-out loss where it was taken."""
+        known = [{name: value for name, value in asdict(row).items() if value is not None} for row in self.rows]
+        return "".join(json.dumps(row) + "\n" for row in known)
 
 
 @dataclass(frozen=True)
@@ -87,11 +90,15 @@ class Breaks:
         is_due: steps done -> whether to save then.
         save: called with the history when it is due, everything launched so far being done.
         stop: whether to end after this step.
+        is_evaluated: steps done -> whether to take the held-out loss then, before saving.
+        evaluate: takes it; called with the number of steps done, everything launched so far being done.
     """
 
     is_due: Callable[[int], bool] = lambda num_done: False
     save: Callable[[History], None] = lambda history: None
     stop: Callable[[], bool] = lambda: False
+    is_evaluated: Callable[[int], bool] = lambda num_done: False
+    evaluate: Callable[[int], float | None] = lambda num_done: None
 
 
 class TrainingLoop:
@@ -134,14 +141,23 @@ class TrainingLoop:
         self._last_end = self._executor.mark()
         for step in range(self._history.num_done, self._schedule.num_steps):
             self._launch(step)
-            if self._breaks.is_due(step + 1):
-                self._settle()
-                self._breaks.save(self._history)
-                self._last_end = self._executor.mark()
+            self._between(step + 1)
             if self._breaks.stop():
                 break
         self._settle()
         return self._history
+
+    def _between(self, num_done: int) -> None:
+        evaluates, saves = self._breaks.is_evaluated(num_done), self._breaks.is_due(num_done)
+        if not (evaluates or saves):
+            return
+        self._settle()
+        if evaluates:
+            rows = self._history.rows
+            rows[-1] = replace(rows[-1], held_out_loss=self._breaks.evaluate(num_done))
+        if saves:
+            self._breaks.save(self._history)
+        self._last_end = self._executor.mark()
 
     def _launch(self, step: int) -> None:
         batch = self._batch_of(step)

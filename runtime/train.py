@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -97,6 +98,7 @@ def train(
     logging_steps: int = 1,
     trace: str | None = None,
     trace_steps: slice | None = None,
+    eval_steps: int = 0,
     save_steps: int = 500,
     save_total_limit: int | None = None,
     save_state_limit: int = 2,
@@ -132,6 +134,7 @@ def train(
         logging_steps: steps between plain lines where there is no terminal.
         trace: file for a timeline of some steps in Chrome's trace format.
         trace_steps: which steps, counted from 0; None takes ``TIMED_STEPS``.
+        eval_steps: steps between two looks at the held-out loss, beside those before and after; 0 has none.
         save_steps: steps between two checkpoints, ``checkpoint-N`` in ``output_dir``; 0 saves none but when stopped.
         save_total_limit: how many checkpoints stay; None keeps all.
         save_state_limit: how many of them keep their optimizer state; older ones keep the model.
@@ -146,6 +149,9 @@ def train(
     """
     check_numbers(max_steps, num_train_epochs, learning_rate, warmup_ratio, max_grad_norm, logging_steps)
     check_optimizer(adam_beta1, adam_beta2, adam_epsilon, weight_decay)
+    if eval_steps and (eval_steps < 0 or eval_data is None):
+        remedy = "give held-out data with --eval-data" if eval_steps > 0 else "give 0 or more"
+        raise UsageError(f"eval_steps: {eval_steps}: {remedy}")
     policy = SavingPolicy(save_steps, save_total_limit, save_state_limit)
     console = console or Console()
     target = choose_device(device)
@@ -185,7 +191,10 @@ def train(
             predicted = plan.predicted.step_s if plan.predicted else None
             progress = ProgressReport(console, num_steps, predicted, logging_steps, history.num_done)
             with progress as report, StopSignals(report.tell) as stop:
-                breaks = Breaks(policy.is_due, checkpoints.save, stop)
+                breaks = Breaks(
+                    policy.is_due, checkpoints.save, stop, lambda done: eval_steps > 0 and done % eval_steps == 0,
+                    lambda done: _evaluated(session, inputs, done, report.tell),
+                )  # fmt: skip
                 loop = TrainingLoop(session.executor, batches.batch, schedule, report, recorder, history, breaks)
                 history = loop.run()
                 if stop():
@@ -326,6 +335,13 @@ def _fill(session: Session, source: ModelSource, init: str, seed: int, start: Ch
         return
     with TensorReader(source.weight_files) as reader:
         session.load(reader.read_into, reader.dtype)
+
+
+def _evaluated(session: Session, inputs: _Inputs, num_done: int, tell: Callable[[str], None]) -> float | None:
+    """Held-out loss after ``num_done`` steps, shown as a line."""
+    loss = _held_out_loss(session, inputs)
+    tell(f"step {num_done}: held-out loss {'not taken' if loss is None else format(loss, '.4f')}")
+    return loss
 
 
 def _held_out_loss(session: Session, inputs: _Inputs) -> float | None:
