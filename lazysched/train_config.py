@@ -37,38 +37,64 @@ class TrainConfig(Schema):
     """Settings of ``lazysched train``, resolved."""
 
     plan: str | None = None
-    """None: profile the model and solve."""
+    """What ``lazysched solve`` wrote; left out, the model is profiled and solved for."""
     model: str
+    """The model that was profiled: a folder, a hub name, a GGUF file, or a ``config.json`` with ``init: random``."""
     data: str
+    """JSON, JSONL, CSV or Parquet file, ``FOLDER:NAME`` of a ``dataset_info.json``, or a hub name."""
     output_dir: str
+    """Folder for the trained model; one of an earlier run is replaced."""
     eval_data: str | None = None
+    """Held-out rows, named as ``data`` is; their loss is taken before and after."""
     data_format: str | None = None
+    """Format of the rows, where their columns fit more than one."""
     group_by_length: bool = False
+    """Rows of a batch have similar lengths."""
     init: Literal["pretrained", "random"] = "pretrained"
+    """Where the weights start."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
+    """What computes; ``auto`` takes the GPU if there is one."""
     max_steps: int | None = Field(default=None, ge=1)
+    """Steps; overrides the epochs."""
     num_train_epochs: float = Field(default=1.0, ge=0)
+    """Passes over the data."""
     learning_rate: float = Field(default=2e-5, ge=0)
+    """Peak of the schedule."""
     lr_scheduler_type: Literal["linear", "cosine", "constant"] = "linear"
+    """What follows the warm-up."""
     warmup_ratio: float = Field(default=0.0, ge=0, le=1)
+    """Share of the steps that warm up."""
     weight_decay: float = Field(default=0.0, ge=0)
+    """Of matrices; biases and norms do not decay."""
     max_grad_norm: float | None = Field(default=None, ge=0)
+    """Global norm to clip to, the plan's where it is left out; 0 gives clipping up."""
     adam_beta1: float = Field(default=0.9, ge=0, le=1)
     adam_beta2: float = Field(default=0.999, ge=0, le=1)
     adam_epsilon: float = Field(default=1e-8, ge=0)
     seed: int = Field(default=42, ge=0)
+    """Of the data's order, of random weights and of the rounding of 8-bit state."""
     logging_steps: int = Field(default=1, ge=1)
+    """Steps between two lines where there is no terminal."""
     trace: str | None = None
+    """File for a timeline of some steps, in Chrome's trace format."""
     trace_steps: str | None = None
+    """Which steps, as ``2:5``, counted from 0."""
     eval_steps: int = Field(default=0, ge=0)
+    """Steps between two looks at the held-out loss; 0: before and after alone."""
     save_steps: int = Field(default=500, ge=0)
+    """Steps between two checkpoints; 0 saves none."""
     save_total_limit: int | None = Field(default=None, ge=1)
+    """Checkpoints that stay; all where it is left out."""
     save_state_limit: int = Field(default=2, ge=1)
+    """Checkpoints that keep optimizer state; older ones keep the model."""
     resume: bool = False
+    """Go on from the newest valid checkpoint."""
     resume_from_checkpoint: str | None = None
+    """Go on from this checkpoint; ``true``: the newest."""
     per_device_train_batch_size: int | None = Field(default=None, ge=1)
-    """With ``gradient_accumulation_steps`` rows of a step, which the plan splits as it likes."""
+    """Times ``gradient_accumulation_steps``, rows of a step, which the plan splits as it likes; 8 without a plan."""
     gradient_accumulation_steps: int = Field(default=1, ge=1)
+    """See ``per_device_train_batch_size``."""
     max_length: int | None = Field(default=None, ge=1)
     """Tokens of a row; the plan's."""
     packing: bool | None = None
@@ -78,6 +104,7 @@ class TrainConfig(Schema):
     gpu_memory: str | None = None
     """Budget to solve for where there is no plan, as ``24GB``."""
     host_memory: str | None = None
+    """Likewise, as ``100GB``."""
 
     @field_validator("plan", "model", "data", "output_dir", "trace", mode="before")
     @classmethod
