@@ -17,7 +17,7 @@ import typer
 from rich.console import Console
 from typer.exceptions import TyperException
 
-from lazysched import data_commands, doctor_command, plan_commands, plot_command
+from lazysched import data_commands, doctor_command, evaluate_command, plan_commands, plot_command
 from lazysched.cli_hardware import measure_machine
 from lazysched.errors import LazyschedError, UsageError
 from lazysched.outputs import require_folder_of
@@ -207,3 +207,4 @@ plan_commands.register(app)
 plot_command.register(app)
 doctor_command.register(app)
 data_commands.register(app)
+evaluate_command.register(app)

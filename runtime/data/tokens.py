@@ -102,7 +102,7 @@ class Encoder:
             return TokenRow(ids, labels, has_split_boundary=False)
         if isinstance(text, Conversation) and self._tokenizer.chat_template:
             return self._render_template(text, row.place)
-        plain = _without_template(text, row.place) if isinstance(text, Conversation) else text
+        plain = without_template(text, row.place) if isinstance(text, Conversation) else text
         whole = plain.prompt + plain.completion
         return _Rendered(whole, (_Turn(plain.prompt, whole),), is_templated=False)
 
@@ -223,7 +223,12 @@ def _check_calls(message: Message, turn: _Turn, where: str) -> None:
             )
 
 
-def _without_template(conversation: Conversation, where: str) -> PlainText:
+def without_template(conversation: Conversation, where: str) -> PlainText:
+    """A conversation of prompts and one answer as plain text, for a tokenizer without a chat template.
+
+    Raises:
+        UsageError: it is more than that, or has tools; ``where`` is named.
+    """
     *prompt, answer = conversation.messages
     has_calls = any("tool_calls" in message for message in conversation.messages)
     if has_calls or conversation.tools:

@@ -1,0 +1,172 @@
+"""Exact match by generation: greedy answers to the questions of held-out rows, judged by the last number in them.
+
+The rule is that of GSM8K (Cobbe et al. 2021): an answer is right if its last number is the reference's.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass
+from decimal import Decimal
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lazysched.errors import RunError, UsageError
+from lazysched.runtime.arguments import choose_device
+from lazysched.runtime.data.formats import parse_rows
+from lazysched.runtime.data.row import Conversation, PlacedText, PlainText
+from lazysched.runtime.data.sources import resolve_data
+from lazysched.runtime.data.tokenizer import load_tokenizer
+from lazysched.runtime.data.tokens import without_template
+from lazysched.runtime.sources import resolve_model
+
+_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One row: what was asked, the reference's last number, the model's answer and its last number."""
+
+    place: str
+    prompt: str
+    expected: str
+    answer: str
+    given: str | None
+    is_right: bool
+
+
+@dataclass(frozen=True)
+class ExactMatch:
+    """Answers to all rows, in their order."""
+
+    answers: list[Answer]
+
+    @property
+    def num_right(self) -> int:
+        """Answers whose last number is the reference's."""
+        return sum(answer.is_right for answer in self.answers)
+
+    def save(self, path: Path) -> None:
+        """Write one JSON object a row."""
+        try:
+            path.write_text("".join(json.dumps(asdict(a)) + "\n" for a in self.answers), encoding="utf-8")
+        except OSError as error:
+            raise RunError(f"{path}: cannot be written ({error.strerror}); name a file you may write") from None
+
+
+def last_number(text: str) -> str | None:
+    """The last number of ``text``, without separators of thousands; None where there is none."""
+    found = _NUMBER.findall(text)
+    return found[-1].replace(",", "") if found else None
+
+
+def exact_match(
+    model: str,
+    data: str,
+    *,
+    data_format: str | None = None,
+    max_rows: int | None = None,
+    max_new_tokens: int = 512,
+    batch_size: int = 8,
+    device: str | None = None,
+    report: Callable[[int, int], None] = lambda done, right: None,
+) -> ExactMatch:
+    """Let a model answer the questions of ``data``, greedily.
+
+    Args:
+        model: folder or hub name with weights and a tokenizer.
+        data: as for training; the last assistant turn, or the completion, is the reference.
+        data_format: of the rows, where their columns fit more than one.
+        max_rows: the first so many; None takes all.
+        max_new_tokens: of an answer at most.
+        batch_size: rows that are answered at once.
+        device: ``cuda`` or ``cpu``; None takes the GPU where there is one.
+        report: called after each batch with the rows answered and those that are right so far.
+
+    Raises:
+        UsageError: model or data cannot be read, a row has no answer, or its answer no number.
+    """
+    source, target = resolve_model(model), choose_device(device)
+    if not source.has_weights:
+        raise UsageError(f"model: {model} has no weights; name a folder with safetensors files")
+    tokenizer = load_tokenizer(source)
+    rows = list(islice(_questions(data, data_format, tokenizer), max_rows))
+    # Imported here, since it loads the model classes of transformers.
+    from transformers import AutoModelForCausalLM
+
+    network: Any = AutoModelForCausalLM.from_pretrained(source.config_dir, dtype="auto")
+    network = network.to(target).eval()
+    order = sorted(range(len(rows)), key=lambda k: len(rows[k].prompt))  # little padding
+    answers: dict[int, Answer] = {}
+    for first in range(0, len(order), batch_size):
+        batch = order[first : first + batch_size]
+        texts = _generate(network, tokenizer, [rows[k] for k in batch], max_new_tokens, target)
+        answers |= {k: rows[k].judged(text) for k, text in zip(batch, texts, strict=True)}
+        report(len(answers), sum(answer.is_right for answer in answers.values()))
+    return ExactMatch([answers[k] for k in range(len(rows))])
+
+
+@dataclass(frozen=True)
+class _Question:
+    place: str
+    prompt: str
+    is_templated: bool
+    expected: str
+
+    def judged(self, answer: str) -> Answer:
+        given = last_number(answer)
+        is_right = given is not None and Decimal(given) == Decimal(self.expected)
+        return Answer(self.place, self.prompt, self.expected, answer, given, is_right)
+
+
+def _questions(data: str, data_format: str | None, tokenizer: Any) -> Iterator[_Question]:
+    for source in resolve_data(data, data_format):
+        yield from (_question(row, tokenizer) for row in parse_rows(source.rows(), source.row_format))
+
+
+def _question(row: PlacedText, tokenizer: Any) -> _Question:
+    """Prompt as in training, up to where the answer begins."""
+    text, is_templated = row.text, isinstance(row.text, Conversation) and bool(tokenizer.chat_template)
+    if isinstance(text, Conversation) and text.messages[-1]["role"] != "assistant":
+        raise _nothing_asked(row)
+    if isinstance(text, Conversation) and is_templated:
+        reference = str(text.messages[-1]["content"])
+        prompt = tokenizer.apply_chat_template(
+            list(text.messages[:-1]), tools=list(text.tools) or None, tokenize=False, add_generation_prompt=True
+        )
+    else:
+        plain = without_template(text, row.place) if isinstance(text, Conversation) else text
+        if not isinstance(plain, PlainText) or not plain.prompt:
+            raise _nothing_asked(row)
+        prompt, reference = plain.prompt, plain.completion
+    expected = last_number(reference)
+    if expected is None:
+        raise UsageError(f"{row.place}: its answer {reference[:40]!r} holds no number to match; leave such rows out")
+    return _Question(row.place, str(prompt), is_templated, expected)
+
+
+def _nothing_asked(row: PlacedText) -> UsageError:
+    return UsageError(f"{row.place}: no question with an answer; give rows as question/answer or messages")
+
+
+def _generate(
+    network: Any, tokenizer: Any, rows: Iterable[_Question], max_new_tokens: int, device: torch.device
+) -> list[str]:
+    """Answers to ``rows``, padded on the left so that every answer begins at the same place."""
+    listed = list(rows)
+    # Where a template wrote the text, its start token is in it.
+    ids = [tokenizer(row.prompt, add_special_tokens=not row.is_templated)["input_ids"] for row in listed]
+    length = max(map(len, ids))
+    pad_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    tokens = torch.tensor([[pad_id] * (length - len(row)) + row for row in ids], device=device)
+    mask = torch.tensor([[0] * (length - len(row)) + [1] * len(row) for row in ids], device=device)
+    with torch.inference_mode():
+        made = network.generate(
+            input_ids=tokens, attention_mask=mask, do_sample=False, max_new_tokens=max_new_tokens, pad_token_id=pad_id
+        )
+    return [str(text) for text in tokenizer.batch_decode(made[:, length:], skip_special_tokens=True)]
