@@ -111,7 +111,7 @@ def groups(instance: Instance, choices: Choices) -> list[tuple[int, ...]]:
 
 def _options(instance: Instance, block: int) -> tuple[object, ...]:
     """What the block can choose among, whatever its place in a segment, so that blocks of one are changed together."""
-    saves = ((id(o.variant), o.tier, o.segment) for o in instance.saves[block])
+    saves = ((id(o.variant), o.tier, o.rest_stays, o.segment) for o in instance.saves[block])
     return *saves, instance.states[block]
 
 

@@ -75,13 +75,15 @@ class PlacementProgram:
             vocabulary=max(range(len(decisions.v)), key=lambda k: _value(decisions.v[k])),
         )
 
-    def shares(self) -> dict[tuple[str, Tier], float]:
-        """(variant, tier) -> share of the blocks that save so alone in the last relaxed solution."""
-        total: defaultdict[tuple[str, Tier], float] = defaultdict(float)
+    def shares(self) -> dict[tuple[str, Tier, bool], float]:
+        """What blocks save that are in no segment -> their share in the last relaxed solution; see ``mixes.Kind``."""
+        total: defaultdict[tuple[str, Tier, bool], float] = defaultdict(float)
         for options, variables in zip(self.decisions.instance.saves, self.decisions.x, strict=True):
             for option, variable in zip(options, variables, strict=True):
                 if option.segment == 1:
-                    total[option.variant.name, option.tier] += _value(variable) / len(self.decisions.x)
+                    total[option.variant.name, option.tier, option.rest_stays] += _value(variable) / len(
+                        self.decisions.x
+                    )
         return dict(total)
 
     def _rounded_saves(self) -> list[int]:

@@ -26,8 +26,8 @@ LEAST_SHARE = 0.01
 """Of the relaxation's blocks, below which an option is left out."""
 PAIRS, TRIPLES = 32, 10
 """Parts into which the blocks are divided between two options, and between three."""
-Kind = tuple[str, Tier]
-"""Variant and tier."""
+Kind = tuple[str, Tier, bool]
+"""Variant and tier, and whether only the input is there."""
 
 
 def best_mix(replay: WindowReplay, budgets: Budgets, start: Choices, shares: dict[Kind, float]) -> Choices | None:
@@ -54,7 +54,8 @@ def best_mix(replay: WindowReplay, budgets: Budgets, start: Choices, shares: dic
 def _rows(instance: Instance, shares: dict[Kind, float]) -> Ints:
     """N x L: save options of all mixes; of segments none."""
     places = [
-        {(o.variant.name, o.tier): k for k, o in enumerate(options) if o.segment == 1} for options in instance.saves
+        {(o.variant.name, o.tier, o.rest_stays): k for k, o in enumerate(options) if o.segment == 1}
+        for options in instance.saves
     ]
     common = [kind for kind, share in shares.items() if share >= LEAST_SHARE and all(kind in own for own in places)]
     kinds = sorted(common, key=lambda kind: -shares[kind])[:MAX_KINDS]

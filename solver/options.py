@@ -66,6 +66,7 @@ EVERYTHING = Scope(get_args(Tier), get_args(Tier), get_args(Tier), LENGTHS)
 class SaveOption:
     """One save variant in one tier; times and sizes are those of one micro-batch.
 
+    Where only the input leaves, the rest stays on the GPU, ``tier`` is the input's.
     In a segment of several blocks each block has an option of its own, by its place there. The first has what the
     segment keeps, its input in ``tier``; the last has the forwards that run again, which come just before its backward.
     """
@@ -86,6 +87,8 @@ class SaveOption:
     write_s: float = 0.0
     """Of what goes on from the host into files, and back."""
     read_s: float = 0.0
+    rest_stays: bool = False
+    """Whether all but the input is on the GPU until the backward; in segments it is."""
     segment: int = 1
     """Blocks of the segment."""
     place: int = 0
@@ -216,10 +219,9 @@ def stage_plan(state: StateChoice, save: str) -> StagePlan:
 
 
 def block_plan(state: StateChoice, option: SaveOption) -> StagePlan:
-    """Decisions for one block: all that it saves goes to the option's tier; of a segment only its first input does."""
+    """Decisions for one block: all that it saves goes to the option's tier, or its input, of a segment the first."""
     ends = stage_plan(state, option.variant.name)
-    groups: dict[str, Tier] = {
-        group: option.tier if option.segment == 1 else "gpu" for group in option.variant.saved if group != "input"
-    }
+    tier: Tier = "gpu" if option.rest_stays else option.tier
+    groups = {group: tier for group in option.variant.saved if group != "input"}
     input_tier = option.tier if option.place == 0 else "gpu"
     return ends.model_copy(update={"saved_tiers": groups, "input_tier": input_tier, "segment": option.segment})

@@ -204,8 +204,9 @@ def _by_variant(options: Sequence[SaveOption], tier: Tier, length: int) -> dict[
 
     A block that is in no such segment saves as little as it can, whatever the others save.
     """
-    own = {o.variant.name: k for k, o in enumerate(options) if o.tier == tier and o.segment == length}
-    alone = {o.variant.name: k for k, o in enumerate(options) if o.tier == tier and o.segment == 1}
+    in_tier = [(k, o) for k, o in enumerate(options) if o.tier == tier]
+    alone = {o.variant.name: k for k, o in in_tier if o.segment == 1 and not o.rest_stays}
+    own = alone if length == 1 else {o.variant.name: k for k, o in in_tier if o.segment == length}
     if own or length == 1 or not alone:
         return own
     least = _extreme(options, alone, "least")

@@ -22,11 +22,12 @@ GB = 1e9
 
 
 class _Kind(NamedTuple):
-    """A variant in a tier, in segments of some length."""
+    """A variant in a tier, or its input alone there, in segments of some length."""
 
     variant: str
     tier: Tier
     segment: int
+    rest_stays: bool
 
 
 class Saving:
@@ -87,10 +88,12 @@ class Saving:
     def _kinds(self, stage: Stage, length: int) -> list[_Kind]:
         """Every variant in every tier of which no more leaves than may."""
         variants, limit = self._variants[stage.structure].values(), self._instance.candidate.offload_limit_bytes
-        kinds = [_Kind(variant.name, "gpu", length) for variant in variants]
+        kinds = [_Kind(variant.name, "gpu", length, rest_stays=length > 1) for variant in variants]
         for tier in self._instance.scope.saved:
-            if tier != "gpu":
-                kinds += [_Kind(v.name, tier, length) for v in variants if _leaving_bytes(v, length) <= limit]
+            for rest_stays in (False, True) if tier != "gpu" else ():
+                possible = [v for v in variants if (length > 1 or len(v.saved) > 1 if rest_stays else length == 1)]
+                small = [v for v in possible if _leaving_bytes(v, rest_stays) <= limit]
+                kinds += [_Kind(variant.name, tier, length, rest_stays) for variant in small]
         return kinds
 
     def _is_allowed(self, segment: Sequence[Stage], kind: _Kind) -> bool:
@@ -112,7 +115,7 @@ class Saving:
         instance, length = self._instance, kind.segment
         variant = self._variants[stage.structure][kind.variant]
         is_first, is_last = place == 0, place == length - 1
-        leaving = _leaving_bytes(variant, length) if kind.tier != "gpu" else 0
+        leaving = _leaving_bytes(variant, kind.rest_stays) if kind.tier != "gpu" else 0
         sent, fetched = leaving * is_first, leaving * is_last
         in_files = kind.tier == "nvme"
         own = sum(variant.saved.values()) if length == 1 else variant.saved["input"] * is_first
@@ -132,6 +135,7 @@ class Saving:
             working_gb=max(variant.working_forward_bytes, variant.working_backward_bytes) / GB,
             write_s=instance.file_s("nvme_write", sent if in_files else 0),
             read_s=instance.file_s("nvme_read", fetched if in_files else 0),
+            rest_stays=kind.rest_stays,
             segment=length,
             place=place,
             recompute_s=again_s,
@@ -152,6 +156,6 @@ def _differ(stage: Stage, other: Stage) -> bool:
     return stage.structure != other.structure or stage.weight_bytes != other.weight_bytes
 
 
-def _leaving_bytes(variant: SaveVariant, length: int) -> int:
-    """What leaves for another tier than the GPU: all that is saved, of a segment its first input."""
-    return sum(variant.saved.values()) if length == 1 else variant.saved["input"]
+def _leaving_bytes(variant: SaveVariant, rest_stays: bool) -> int:
+    """What leaves for another tier than the GPU: all that is saved, or the input alone."""
+    return variant.saved["input"] if rest_stays else sum(variant.saved.values())

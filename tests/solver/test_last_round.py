@@ -127,7 +127,10 @@ class TestImproved:
     def test_another_depth_and_lag(self) -> None:
         """Three blocks in a row send 21 MB each, which takes as long as three forwards: slots are what is missing."""
         profile = tiny_profile(6, link_bytes_per_s=0.7e9)
-        pins = ("block[:3].save=all", "block[:3].input_tier=host", "block[3:].save=input", "block[3:].input_tier=gpu")
+        pins = (
+            "block[:3].save=all", "block[:3].input_tier=host", "block[:3].saved_tiers=host", "block[3:].save=input",
+            "block[3:].input_tier=gpu",
+        )  # fmt: skip
         judge = judge_of(1000 * MB, *pins, "block.state=gpu", profile=profile)
         candidate = Candidate(1, 1, offload_limit_bytes=offload_limits(profile, 1)[-1])
         start = judge.simulated(Found(candidate, Choices(("gpu",) * 6, (0,) * 6, 0), 0.0))
