@@ -62,9 +62,9 @@ def plan_path(settings: TrainConfig) -> Path:
 
 
 def sizes_of(rows: int) -> list[int]:
-    """Micro-batches to profile for a step of ``rows``, ascending; the whole step where it is odd."""
-    powers = [size for size in (1 << k for k in range(LARGEST_SIZE.bit_length())) if rows % size == 0]
-    return [size for size in powers if size <= LARGEST_SIZE][-NUM_SIZES:]
+    """Micro-batches to profile for a step of ``rows``, ascending; of an odd number single rows alone."""
+    powers = (1 << k for k in range(LARGEST_SIZE.bit_length()))
+    return [size for size in powers if rows % size == 0][-NUM_SIZES:]
 
 
 def _check_data(settings: TrainConfig) -> None:

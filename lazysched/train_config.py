@@ -193,10 +193,11 @@ def read_config(path: Path) -> dict[str, Any]:
     written = [
         str(key.value) for key, _ in (root.value if root else ())
     ]  # where one is there twice, YAML would keep the last
+    values = {str(key): value for key, value in read.items()}
     for key, name in [(key, _field_of(key, path)) for key in written]:
         if name in found:
             raise UsageError(f"{path}: {key}: says {name} once more; keep one of them")
-        found[name] = {str(k): v for k, v in read.items()}[key]
+        found[name] = values[key]
     if isinstance(found.get("resume_from_checkpoint"), bool):  # transformers: the newest
         found["resume"] = found.pop("resume_from_checkpoint") or found.get("resume", False)
     return {name: value for name, value in found.items() if value is not None}

@@ -66,9 +66,7 @@ class PlacementProgram:
     def rounded(self) -> Choices:
         """The last relaxed solution, rounded so that every prefix of the blocks keeps its share of each option."""
         decisions = self.decisions
-        states = _spread(
-            [[_value(block[s]) if s in block else _ABSENT for s in STATE_CHOICES] for block in decisions.y]
-        )
+        states = spread([[_value(block[s]) if s in block else _ABSENT for s in STATE_CHOICES] for block in decisions.y])
         return Choices(
             states=tuple(STATE_CHOICES[k] for k in states),
             saves=tuple(self._rounded_saves()),
@@ -98,8 +96,8 @@ class PlacementProgram:
             chosen = result[-1] if goes_on else max(begun, key=shares[i].__getitem__, default=_OPEN)
             result.append(chosen)
             alone.append([_ABSENT if o in part else share for o, share in enumerate(shares[i])])
-        spread = iter(_spread([row for row, chosen in zip(alone, result, strict=True) if chosen == _OPEN]))
-        return [next(spread) if chosen == _OPEN else chosen for chosen in result]
+        ordinary = iter(spread([row for row, chosen in zip(alone, result, strict=True) if chosen == _OPEN]))
+        return [next(ordinary) if chosen == _OPEN else chosen for chosen in result]
 
     def solve(self, *, gap: float, time_limit_s: float, seed: int, start: Choices | None = None) -> Outcome:
         """Search for choices; ``start`` is where HiGHS begins."""
@@ -122,8 +120,8 @@ def _value(variable: pulp.LpVariable) -> float:
     return float(variable.value() or 0.0)
 
 
-def _spread(shares: list[list[float]]) -> list[int]:
-    """One option per row, such that what rounding took from an option is owed to it in later rows.
+def spread(shares: list[list[float]]) -> list[int]:
+    """One option per row of shares, such that what rounding took from an option is owed to it in later rows.
 
     A row's options are those whose share is not ``_ABSENT``.
     """

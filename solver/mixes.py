@@ -7,7 +7,7 @@ blocks out of step with them look worse than they are. Rounding the relaxation l
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -16,6 +16,7 @@ from lazysched.schemas import Tier
 from lazysched.solver.choice_batch import ChoiceBatch, Ints
 from lazysched.solver.instance import Instance
 from lazysched.solver.memory_rows import Budgets
+from lazysched.solver.milp import spread
 from lazysched.solver.plans import Choices
 from lazysched.solver.search import rank_s
 from lazysched.solver.window_replay import WindowReplay
@@ -73,14 +74,4 @@ def _of(count: int, parts: int, length: int) -> Iterator[tuple[int, ...]]:
     """For every way to share ``parts`` out among ``count`` kinds, which kind each block is, as evenly as can be."""
     for cuts in itertools.combinations(range(1, parts), count - 1):
         edges = (0, *cuts, parts)
-        yield _spread([(edges[k + 1] - edges[k]) / parts for k in range(count)], length)
-
-
-def _spread(shares: Sequence[float], length: int) -> tuple[int, ...]:
-    """Each block becomes the kind of which most is owed."""
-    owed, kinds = np.zeros(len(shares)), []
-    for _ in range(length):
-        owed += shares
-        kinds.append(int(np.argmax(owed)))
-        owed[kinds[-1]] -= 1
-    return tuple(kinds)
+        yield tuple(spread([[(edges[k + 1] - edges[k]) / parts for k in range(count)]] * length))

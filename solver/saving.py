@@ -90,10 +90,14 @@ class Saving:
         variants, limit = self._variants[stage.structure].values(), self._instance.candidate.offload_limit_bytes
         kinds = [_Kind(variant.name, "gpu", length, rest_stays=length > 1) for variant in variants]
         for tier in self._instance.scope.saved:
-            for rest_stays in (False, True) if tier != "gpu" else ():
-                possible = [v for v in variants if (length > 1 or len(v.saved) > 1 if rest_stays else length == 1)]
-                small = [v for v in possible if _leaving_bytes(v, rest_stays) <= limit]
-                kinds += [_Kind(variant.name, tier, length, rest_stays) for variant in small]
+            if tier == "gpu":
+                continue
+            if length == 1:
+                small = [v for v in variants if _leaving_bytes(v, rest_stays=False) <= limit]
+                kinds += [_Kind(variant.name, tier, length, rest_stays=False) for variant in small]
+            parted = [v for v in variants if length > 1 or len(v.saved) > 1]  # alone an input is all that is saved
+            small = [v for v in parted if _leaving_bytes(v, rest_stays=True) <= limit]
+            kinds += [_Kind(variant.name, tier, length, rest_stays=True) for variant in small]
         return kinds
 
     def _is_allowed(self, segment: Sequence[Stage], kind: _Kind) -> bool:

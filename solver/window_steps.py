@@ -62,7 +62,8 @@ class Steps:
         self.reload = reloaded(self.streamed, self.slots) if self.segments is None else self.segments.own_upload
         if self.segments is not None:
             self.backward = self.backward - self.segments.recompute
-        back = self.load * replay.backward_uploads(batch).T + self.grads + self.m * self.fetch
+        uploads = self.reload if self.segments is None else self.segments.uploads
+        back = self.load * uploads + self.grads + self.m * self.fetch
         copied = [self.embed_grads, *back, self.head_load + self.head_grads]
         slowdown = replay.instance.copy_slowdown
         self.early_updates = [own + slowdown * s for own, s in zip(self.cpu_updates, copied, strict=True)]
