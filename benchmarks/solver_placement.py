@@ -10,18 +10,18 @@ from dataclasses import dataclass, replace
 from lazysched.schemas import Plan, Profile, Update
 from lazysched.solver import Solution, simulate_plan, solve
 from lazysched.solver.choice_batch import ChoiceBatch
-from lazysched.solver.explore import MAX_ROUNDS
+from lazysched.solver.explore import best_descent
 from lazysched.solver.instance import Candidate, Instance
 from lazysched.solver.measured import offload_limits
 from lazysched.solver.memory_rows import Budgets
 from lazysched.solver.milp import PlacementProgram
-from lazysched.solver.mixes import best_mix
 from lazysched.solver.options import EVERYTHING, EXECUTABLE, STATE_CHOICES, Scope
 from lazysched.solver.plans import Choices, block_plan, make_plan, stage_plan, transferred
-from lazysched.solver.search import improve, rank_s
 from lazysched.solver.window_replay import WindowReplay
 
 GAP, SEED = 0.01, 0
+MARGIN = 1e-3
+"""Of the gap, which a start is to keep: the objective has more than the step, and is a little apart from it."""
 UNLIMITED = Budgets(1e6, 1e6, nvme_gb=1e6)
 
 
@@ -54,9 +54,10 @@ class Measured:
     """Figures of one task.
 
     Attributes:
-        solve_s: building, relaxing and solving the program once; as long as allowed where its gap was not reached.
+        solve_s: making a start, building, relaxing and solving the program once; the last as long as allowed where its
+            gap was not reached.
         solve_gap: what was reached.
-        start_s: making the start that it was given, by the search's descent; not in ``solve_s``.
+        start_s: what of it went into making its start, by the search's descents.
         search_s: the whole search.
         search_gap: reported by it.
         step_s: of its plan, simulated.
@@ -123,31 +124,27 @@ def _solve_once(task: Task, candidate: Candidate) -> _Once:
     instance = Instance(task.profile, candidate, "hybrid8", Update(), (), task.scope)
     nvme_gb = task.nvme_bytes / 1e9 if task.everything else 0.0
     budgets = Budgets(instance.usable_gpu_gb(task.gpu_bytes), task.host_bytes / 1e9, nvme_gb=nvme_gb)
-    started_s = time.perf_counter()
-    start = _start(task, instance, budgets)
     began_s = time.perf_counter()
+    start, start_s = _start(task, instance, budgets)
     program = PlacementProgram(instance, budgets)
     program.lower_bound_s(task.solve_limit_s)
     outcome = program.solve(gap=GAP, time_limit_s=task.solve_limit_s, seed=SEED, start=start)
     seconds = time.perf_counter() - began_s
     if not outcome.has_solution:
-        return _Once(seconds, math.inf, began_s - started_s, None)
+        return _Once(seconds, math.inf, start_s, None)
     gap = (outcome.objective - outcome.bound) / outcome.objective
-    return _Once(seconds, gap, began_s - started_s, _compared(instance, program.choices()))
+    return _Once(seconds, gap, start_s, _compared(instance, program.choices()))
 
 
-def _start(task: Task, instance: Instance, budgets: Budgets) -> Choices | None:
-    """As in the search: the better of two descents among what is executed, from the relaxation there."""
+def _start(task: Task, instance: Instance, budgets: Budgets) -> tuple[Choices | None, float]:
+    """As in the search: the best of descents among what is executed, from the relaxation there; and its seconds."""
+    began_s = time.perf_counter()
     executed = Instance(task.profile, replace(instance.candidate, segments=(1,)), "hybrid8", Update())
-    program, replay = PlacementProgram(executed, budgets), WindowReplay(executed)
-    if program.lower_bound_s(task.solve_limit_s) == math.inf:
-        return None
-    rounded = program.rounded()
-    mix = best_mix(replay, budgets, rounded, program.shares())
-    starts = [start for start in (rounded, mix) if start is not None]
-    found = [improve(replay, budgets, start, seed=SEED, max_rounds=MAX_ROUNDS) for start in starts]
-    scores = rank_s(replay.evaluate(ChoiceBatch.of(found)), budgets)
-    return transferred(found[int(scores.argmin())], executed, instance)
+    program = PlacementProgram(executed, budgets)
+    relaxed_s = program.lower_bound_s(task.solve_limit_s)
+    found = best_descent(program, budgets, relaxed_s * (1 + GAP - MARGIN)) if relaxed_s < math.inf else None
+    start = found and transferred(found.choices, executed, instance)
+    return start, time.perf_counter() - began_s
 
 
 def _compared(instance: Instance, choices: Choices) -> tuple[float, float]:

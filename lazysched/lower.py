@@ -60,7 +60,7 @@ class _Lowering:
         self.gradients = Gradients(layout, self.emitter, self.staging)
         self.uploads = Uploads(layout, training)
         self.window = -1
-        self.num_saves = 0
+        self.num_outgoing = 0
         self.slots = HiddenSlots()
         self.hidden: dict[int, str] = {}
         """Micro-batch -> slot of its hidden state, later of the gradient of that."""
@@ -124,7 +124,7 @@ class _Lowering:
             self.slots.give(self.leaving.popleft())
         target = self.slots.take()
         writes = [target]
-        outgoing = f"gpu/outgoing/slot{self.num_saves % (self.plan.d2h_lag + 1)}"
+        outgoing = f"gpu/outgoing/slot{self.num_outgoing % (self.plan.d2h_lag + 1)}"
         if self.training and not layout.in_segment(stage):
             writes += self._kept(stage, m, "forward")
             writes += [outgoing] if layout.outgoing_bytes(stage) else []
@@ -178,7 +178,7 @@ class _Lowering:
             num_bytes=self.layout.offloaded_bytes(stage), reads=tuple(reads), writes=(target,),
         )  # fmt: skip
         self.staging.put_away(stage, m, target)
-        self.num_saves += 1
+        self.num_outgoing += self.layout.outgoing_bytes(stage) > 0
 
     # ---- head
 

@@ -2,7 +2,7 @@
 
 A bound is taken from a program looser than that of any prefetch depth and D2H lag in question: memory of the
 shallowest, time of the deepest. The plan is sought with one depth and lag: descent, by the quick replay, from the
-program's rounded relaxation and from the best even mix of what blocks save there.
+program's rounded relaxation and from the best even mixes of what blocks save there.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from lazysched.solver.highs import NUM_THREADS
 from lazysched.solver.instance import Candidate, Instance
 from lazysched.solver.memory_rows import Budgets
 from lazysched.solver.milp import PlacementProgram
-from lazysched.solver.mixes import best_mix
+from lazysched.solver.mixes import best_mixes
 from lazysched.solver.plans import Choices, Found
 from lazysched.solver.search import always, improve, simplified
 from lazysched.solver.stopwatch import Stopwatch
@@ -29,6 +29,10 @@ PREFETCH_DEPTHS, D2H_LAGS = (1, 2), (1, 2)
 FIRST_DEPTH, FIRST_LAG = 1, 1
 """What every combination is tried with; the others are tried with the best of them."""
 MAX_ROUNDS = 60
+NUM_MIXES = 3
+"""Even mixes that descents start from at most."""
+NEAR = 3e-3
+"""What a plan may be slower than its relaxation for no other start to be tried: little is left to gain."""
 PARALLEL_BLOCKS = 200
 """Blocks times combinations from which on other processes, which take a second to start, are worth it."""
 
@@ -96,15 +100,43 @@ def explore(task: Task) -> Explored:
     relaxed_s = program.lower_bound_s(watch.remaining_s)
     if enough_s <= relaxed_s < math.inf:
         return Explored(instance.candidate, bound_s, None)
-    start = program.rounded()
-    found = polished(instance, task.budgets, start, task.seed, watch.has_time)
-    mix = best_mix(WindowReplay(instance), task.budgets, start, program.shares()) if watch.has_time() else None
-    if mix is not None:
-        of_mix = polished(instance, task.budgets, mix, task.seed, watch.has_time)
-        found = min((f for f in (found, of_mix) if f is not None), key=lambda f: f.step_s, default=None)
+    hopeful_s, near_s = task.incumbent_s * (1 + task.gap), relaxed_s * (1 + NEAR)
+    found = best_descent(program, task.budgets, near_s, hopeful_s, task.seed, watch.has_time)
     if found is None:  # with fewer slots there may be room
-        found = polished(instance.at(shallowest(instance.candidate)), task.budgets, start, task.seed, watch.has_time)
+        shallow, start = instance.at(shallowest(instance.candidate)), program.rounded()
+        found = polished(shallow, task.budgets, start, task.seed, watch.has_time)
     return Explored(instance.candidate, bound_s, found)
+
+
+def best_descent(
+    program: PlacementProgram,
+    budgets: Budgets,
+    near_s: float,
+    hopeful_s: float = math.inf,
+    seed: int = 0,
+    has_time: Callable[[], bool] = always,
+) -> Found | None:
+    """The best plan of descents from the rounded relaxation and from the best even mixes, if any fits.
+
+    Args:
+        program: relaxed before.
+        budgets: of its memory.
+        near_s: a step as fast as this ends the search.
+        hopeful_s: a step must be as fast as this after one descent of each kind for more mixes to be tried.
+        seed: of the descent.
+        has_time: asked before each descent and each of its rounds.
+    """
+    instance, rounded = program.decisions.instance, program.rounded()
+    mixes = best_mixes(WindowReplay(instance), budgets, rounded, program.shares(), NUM_MIXES)
+    best: Found | None = None
+    for k, start in enumerate([*mixes[:1], rounded, *mixes[1:]]):
+        best_s = best.step_s if best else math.inf
+        if not has_time() or best_s <= near_s or (k > 1 and best_s > hopeful_s):
+            break
+        found = polished(instance, budgets, start, seed, has_time)
+        if found is not None and found.step_s < best_s:
+            best = found
+    return best
 
 
 def polished(

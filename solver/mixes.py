@@ -31,25 +31,29 @@ Kind = tuple[str, Tier, bool]
 """Variant and tier, and whether only the input is there."""
 
 
-def best_mix(replay: WindowReplay, budgets: Budgets, start: Choices, shares: dict[Kind, float]) -> Choices | None:
-    """The fastest mix that fits, all else as in ``start``; None where none does.
+def best_mixes(
+    replay: WindowReplay, budgets: Budgets, start: Choices, shares: dict[Kind, float], count: int
+) -> list[Choices]:
+    """The fastest mixes that fit, at most ``count``, all else as in ``start``.
 
     Args:
         replay: of the instance.
         budgets: of its memory.
         start: the states of all stages.
         shares: of the blocks of a relaxation, by what they save.
+        count: of mixes.
     """
     rows = _rows(replay.instance, shares)
     if not len(rows):
-        return None
+        return []
     alike = ChoiceBatch.of([start])
     states, vocabulary = np.repeat(alike.states, len(rows), 0), np.repeat(alike.vocabulary, len(rows))
     batch = ChoiceBatch(rows, states, vocabulary)
     batch = batch.rows(replay.fits(batch, budgets))
     if not len(batch.vocabulary):
-        return None
-    return replace(start, saves=batch.choices(int(np.argmin(rank_s(replay.evaluate(batch), budgets)))).saves)
+        return []
+    order = np.argsort(rank_s(replay.evaluate(batch), budgets), kind="stable")[:count]
+    return [replace(start, saves=batch.choices(int(k)).saves) for k in order]
 
 
 def _rows(instance: Instance, shares: dict[Kind, float]) -> Ints:

@@ -108,6 +108,11 @@ class SaveOption:
         return self.tier != "gpu" and self.place == 0
 
     @property
+    def leaves_early(self) -> bool:
+        """Whether what leaves is the input alone, which is there before the forward and needs no slot for it."""
+        return self.leaves and (self.rest_stays or len(self.variant.saved) == 1)
+
+    @property
     def returns(self) -> bool:
         """Whether something is fetched for the block's backward, or for what runs again before it."""
         return self.tier != "gpu" and self.place == self.segment - 1

@@ -18,7 +18,7 @@ from lazysched.solver.options import STATE_CHOICES
 from lazysched.solver.plans import Choices
 from lazysched.solver.window_replay import WindowReplay
 
-NUM_PAIRS = 300
+NUM_PAIRS = 1000
 """Sampled changes to two blocks per round."""
 MAX_EXCHANGES = 600
 """Exchanges of two blocks' options, and of their states, per round."""
@@ -26,8 +26,10 @@ MISFIT_S, MISFIT_S_PER_GB = 1e4, 1e3
 """What exceeding a budget costs, so that a start which does not fit is led back to where it does."""
 TIE = 5e-4
 """Plans whose steps differ by less than this share are equally fast: no machine repeats itself so well."""
-LEAST_GAIN = 2e-4
-"""Relative gain below which a round ends the descent."""
+LEAST_GAIN = 5e-5
+"""Relative gain below which a round has failed."""
+MAX_FAILURES = 2
+"""Rounds in a row, each with other samples, that fail before the descent ends."""
 
 
 def always() -> bool:
@@ -51,8 +53,9 @@ def improve(
     random = np.random.default_rng(seed)
     current = ChoiceBatch.of([start])
     best_s = float(rank_s(replay.evaluate(current), budgets)[0])
+    num_failures = 0
     for _ in range(max_rounds):
-        if not has_time():
+        if num_failures == MAX_FAILURES or not has_time():
             break
         batch = _neighbours(replay, current, random)
         batch = batch.rows(replay.whole(batch))
@@ -62,8 +65,9 @@ def improve(
         scores = rank_s(replay.evaluate(batch), budgets)
         winner = int(np.argmin(scores))
         if not scores[winner] < best_s * (1 - LEAST_GAIN):
-            break
-        best_s = float(scores[winner])
+            num_failures += 1
+            continue
+        num_failures, best_s = 0, float(scores[winner])
         current = batch.rows(np.array([winner]))
     return current.choices(0)
 

@@ -29,6 +29,7 @@ from lazysched.solver.file_rows import FileRows
 from lazysched.solver.instance import Instance
 from lazysched.solver.options import ON_HOST, STREAMED, StageCosts, StateChoice
 from lazysched.solver.segment_rows import SegmentRows
+from lazysched.solver.slot_rows import SlotChain, freeing_place
 
 _ZERO = pulp.LpAffineExpression()
 
@@ -54,6 +55,7 @@ class TimeRows:
         self.backward_blocks = range(self.head + 1, self.num_windows - 1)
         self.comp = [self._compute_s(w) + self._early_gpu_update_s(w) for w in self.windows]
         self.recompute = [self.m * self.of_saving(w, self.backward_blocks, "recompute_s") for w in self.windows]
+        self.waiting = self._waiting_at_turn()
         self.load = [self._load_s(w) for w in self.windows]
         self.again: list[Expression] = [_ZERO] * self.num_windows
         self.grads = [self._of_gradient(w, lambda c: c.grads_s, gpu=False) for w in self.windows]
@@ -62,6 +64,8 @@ class TimeRows:
         self.longest_s = max(o.backward_s for options in instance.saves for o in options) * self.m
         self.horizon_s = (self.depth + 2) * self.longest_s
         """What a slot can be ahead of the windows that share it; rows of slots bind where all of these use them."""
+        self.off_s = self.horizon_s + (self.lag + 3) * self.m * self._longest_copy_s()
+        """What an engine's queue to the host can be behind those that do not wait for it."""
         self.tc = self._starts("tc")
         self.tx = self._starts("tx", may_precede_step=True)
         self.ty = self._starts("ty")
@@ -133,12 +137,36 @@ class TimeRows:
             return self.decisions.ends_on(lambda c: c.load_s, gpu=False, embed=window == 0, head=window != 0)
         if window < self.head:
             return self.decisions.state(block, lambda c: c.load_s, *ON_HOST)
-        return _ZERO if self.held(window) else self.decisions.state(block, lambda c: c.load_s, *STREAMED)
+        if self.held(window):
+            return _ZERO
+        load_s = self.instance.blocks[block].load_s
+        return self.decisions.state(block, lambda c: c.load_s, *STREAMED) - load_s * self.waiting.get(block, 0)
 
     def held(self, window: int) -> bool:
         """Whether the window is the backward of a block that, at the turn, still lies in its slot if it streams."""
         block = self.block(window)
         return block is not None and window > self.head and block >= self.num_blocks - self.depth - 1
+
+    def _waiting_at_turn(self) -> dict[int, pulp.LpVariable]:
+        """Block -> 1 if it is none of the last, but of the last that stream, and so still lies in a slot at the turn.
+
+        As many are as there are slots. A block can be only if no block after it has to be uploaded again. With segments
+        all are taken to be uploaded again.
+        """
+        first = self.num_blocks - self.depth - 1
+        if self.instance.has_segments or first < 1:
+            return {}
+        streams = [self.decisions.state(i, lambda c: 1.0, *STREAMED) for i in range(self.num_blocks)]
+        waiting = {i: self.problem.add_variable(f"wt_{i}", 0, 1) for i in range(first)}
+        again: Expression = _ZERO  # 1 if a block after this one is uploaded again
+        for i in reversed(range(first)):
+            self.problem += waiting[i] <= streams[i]
+            self.problem += waiting[i] <= 1 - again
+            later, again = again, self.problem.add_variable(f"ua_{i}", 0)
+            self.problem += again >= later
+            self.problem += again >= streams[i] - waiting[i]
+        self.problem += pulp.lpSum(waiting.values()) + pulp.lpSum(streams[first:]) <= self.depth + 1
+        return waiting
 
     def of_saving(self, window: int, blocks: range, attribute: str) -> Expression:
         """An attribute of the save option of the window's block, 0 outside ``blocks``."""
@@ -177,22 +205,22 @@ class TimeRows:
     def _compute_end(self, window: int) -> Expression:
         return self.tc[window] + self.comp[window]
 
-    def _position_end(self, window: int, micro_batches_before: int) -> tuple[Expression, int]:
-        """End of the compute of the micro-batch that many before the first one of ``window``, and its window."""
-        back, index = divmod(-micro_batches_before, self.m)
-        where = max(window + back, 0)
-        again = self.recompute[where]
-        return self.tc[where] + again + ((index + 1) / self.m) * (self.comp[where] - again), where
+    def _micro_batch_end(self, window: int, back: int) -> Expression:
+        """End of the compute of the ``back``-th last micro-batch of a window."""
+        again = self.recompute[window]
+        return self.tc[window] + again + ((self.m - back + 1) / self.m) * (self.comp[window] - again)
 
     def _upload_rows(self) -> None:
         """Slots are free once the stage that streamed through them p + 1 streamed stages before has computed."""
         for w in self.windows[self.depth + 1 :]:
-            if self.block(w) is None:
+            if self.block(w) is None or self.held(w):
                 continue
             gate = w - self.depth - 1
             between = [self.block(k) for k in range(gate, w + 1)]
             # A stage in between that does not stream leaves its slot to this one, which may start long before.
             idle = [1 - self.decisions.state(b, lambda c: 1.0, *STREAMED) for b in between if b is not None]
+            if w > self.head:
+                idle += [self.waiting[b] for b in between[-1:] if b in self.waiting]
             self.problem += self.tx[w] >= self._compute_end(gate) - self.horizon_s * pulp.lpSum(idle)
 
     def _fetch_rows(self) -> None:
@@ -202,6 +230,8 @@ class TimeRows:
         Of the uploads for a segment that runs again, one comes before its fetches.
         """
         first = min(self.depth + 1, self.m)
+        place = freeing_place(self.depth + 1, self.m)
+        self._fetch_slots = SlotChain(self.problem, "fs", place.windows, self.horizon_s)
         end: Expression | None = None  # of whatever the engine did last
         for w in self.windows:
             fetches = w in self.backward_blocks
@@ -214,20 +244,22 @@ class TimeRows:
                 end = self._remaining_fetches(w - 1, first, end)
             if fetches and self.m > 1:
                 end = self._first_fetches(w, first, end)
+            if fetches:  # a segment that runs again has slots for all micro-batches
+                idle = self._stays(w) + self.ends_segment(w)
+                self._fetch_slots.use(w, self._micro_batch_end(w, place.back), idle)
             end += self.again[w]
 
     def _first_fetches(self, window: int, first: int, before: Expression) -> Expression:
         """The fetches of a window that may run before it computes; returns their end."""
         start = self.fetches[window] = self.problem.add_variable(f"ta_{window}", None)
         self.problem += start >= before
-        gate, behind = self._position_end(window, self.depth + 1)
-        # A block in between that fetches nothing leaves its slots to this one, which may start long before.
-        idle = [self._stays(k) for k in range(behind, window) if k in self.backward_blocks]
-        idle.append(self.ends_segment(window))  # which has slots for all micro-batches
-        self.problem += start >= gate - self.longest_s * self._stays(window) - self.horizon_s * pulp.lpSum(idle)
+        if self._fetch_slots.free is not None:
+            idle = self._stays(window) + self.ends_segment(window)
+            self.problem += start >= self._fetch_slots.free - self.horizon_s * idle
         saved = self.num_windows - 1 - window  # the window that sent it away
-        self.problem += start >= self.ty[saved] + self.save[saved]
-        self.problem += start + self.m * self.fetch[window] >= self.saves_end(saved) + self.fetch[window]
+        idle_s = self.off_s * self._stays(window)
+        self.problem += start >= self.ty[saved] + self.save[saved] - idle_s
+        self.problem += start + self.m * self.fetch[window] >= self.saves_end(saved) + self.fetch[window] - idle_s
         self.problem += self.tc[window] >= start + self.fetch[window]
         end = start + first * self.fetch[window]
         rest_s = ((self.m - first + 1) / self.m) * self.comp[window]
@@ -250,40 +282,65 @@ class TimeRows:
         return self.ty[window] + self.m * self.save[window]
 
     def _save_rows(self) -> None:
-        for w in self.forward_blocks:
-            one_s = self.comp[w] * (1 / self.m)
-            self.problem += self.ty[w] >= self.tc[w] + one_s
-            self.problem += self.saves_end(w) >= self._compute_end(w) + self.save[w]
-            self.problem += self.ty[w + 1] >= self.saves_end(w)
-            if self.m > self.lag + 1:
-                # Copies stand in one piece, as late as their last must be; the first may have been long before.
-                for first in (self.tc[w] + one_s, *([self.saves_end(w - 1)] if w - 1 in self.forward_blocks else [])):
-                    waited = first + (self.m - 1 - self.lag) * self.save[w]
-                    self.problem += self.tc[w + 1] >= waited + one_s - self._backlog_s() * self._stays(w)
-            if w + 1 in self.forward_blocks:
-                # Where w sends nothing, the last of what was sent before it may still run.
-                last_s = self.save[w] + self._longest_save_s() * self._stays(w)
-                waited = self.saves_end(w) - min(self.lag, self.m) * last_s
-                self.problem += self.tc[w + 1] >= waited - self._backlog_s() * self._stays(w + 1)
+        """Inputs that leave alone are there when the block before has made them, all else after the block's forward.
 
-    def _longest_save_s(self) -> float:
-        return max(o.save_s for options in self.instance.saves for o in options)
+        They have one slot more, for they lie among hidden states.
+        """
+        made, all_ = (self._outgoing_slots(letter, count) for letter, count in (("ss", 1), ("hs", 2)))
+        for w in self.forward_blocks:
+            stays, early = self._stays(w), self.of_saving(w, self.forward_blocks, "leaves_early")
+            for slots, idle in ((made, stays + early), (all_, stays)):
+                if slots.free is not None:
+                    self.problem += self.tc[w] >= slots.free - self._backlog_s() * idle
+            self._own_save_rows(w, stays + early)
+            for slots, idle, num_slots in ((made, stays + early, self.lag + 1), (all_, stays, self.lag + 2)):
+                back = freeing_place(num_slots, self.m).back
+                slots.use(w, self.saves_end(w) - (back - 1) * self.save[w], idle)
+
+    def _outgoing_slots(self, letter: str, beyond_lag: int) -> SlotChain:
+        place = freeing_place(self.lag + beyond_lag, self.m)
+        return SlotChain(self.problem, letter, place.windows, self._backlog_s())
+
+    def _own_save_rows(self, w: int, early: Expression) -> None:
+        """When the copies of a window run, and what the window itself waits for; ``early`` if they make nothing new."""
+        begun, before = (self.tc[k] + self.comp[k] * (1 / self.m) for k in (w, w - 1))
+        self.problem += self.ty[w] >= before
+        self.problem += self.ty[w] >= begun - self.off_s * early
+        self.problem += self.saves_end(w) >= self._compute_end(w - 1) + self.save[w]
+        self.problem += self.saves_end(w) >= self._compute_end(w) + self.save[w] - self.off_s * early
+        self.problem += self.ty[w + 1] >= self.saves_end(w)
+        # Copies stand in one piece, as late as their last must be; the first may have been long before.
+        engine = [self.saves_end(w - 1)] if w - 1 in self.forward_blocks else []
+        one_s = self.comp[w] * (1 / self.m)
+        for num_slots, first, idle in ((self.lag + 1, begun, early), (self.lag + 2, before, self._stays(w))):
+            for start in (first, *engine) if self.m > num_slots else ():
+                waited = start + (self.m - num_slots) * self.save[w]
+                self.problem += self.tc[w + 1] >= waited + one_s - self._backlog_s() * idle
+
+    def _longest_copy_s(self) -> float:
+        """To the host, of what a block saves or of a gradient."""
+        saves = (option.save_s for options in self.instance.saves for option in options)
+        ends = (self.instance.embed, self.instance.head)
+        return max(*saves, *(costs.grads_s for costs in (*self.instance.blocks, *ends)))
 
     def _backlog_s(self) -> float:
         """Most copying to the host that a block which sends nothing away has not to wait for."""
         return self.m * max(o.save_s + o.forward_s for options in self.instance.saves for o in options)
 
     def _gradient_rows(self) -> None:
-        """Gradients leave after their window; their slot must be free again ``lag + 1`` windows later."""
+        """Gradients leave after their window; their slot must be free again when ``lag + 1`` later ones need one."""
+        slots = SlotChain(self.problem, "gs", self.lag + 1, self.off_s)
         for w in range(self.head, self.num_windows):
             end = self.ty[w] + self.grads[w]
             self.problem += self.ty[w] >= self._compute_end(w)
             self.problem += (self.ty[w + 1] if w + 1 < self.num_windows else self.te) >= end
-            user = w + self.lag + 1
-            if w in self.backward_blocks and user in self.backward_blocks:
-                # With accumulation only the rounding at the end of the window needs the slot.
-                start = self.tc[user] + self.recompute[user]
-                self.problem += (start if self.m == 1 else self.tc[user + 1]) >= end
+            if w in self.backward_blocks:
+                idle = self._of_gradient(w, lambda c: 1.0, gpu=True)
+                if slots.free is not None:
+                    # With accumulation only the rounding at the end of the window needs the slot.
+                    start = self.tc[w] + self.recompute[w] if self.m == 1 else self.tc[w + 1]
+                    self.problem += start >= slots.free - self.off_s * idle
+                slots.use(w, end, idle)
 
     def _update_rows(self) -> None:
         """The upload for the next step waits for its update, and updates wait for the clip factor."""

@@ -33,6 +33,8 @@ class Steps:
         self.weight_slots: list[Floats] = [zero] * self.slots
         self.fetch_slots: list[Floats] = [zero] * self.slots
         self.save_slots: list[Floats] = [zero] * (self.lag + 1)
+        self.leaving_slots: list[Floats] = [zero] * (self.lag + 2)
+        """Of all that leaves, inputs alone too: they lie among hidden states, where there is one slot more."""
         self.grad_slots: list[Floats] = [zero] * (self.lag + 1)
 
     def _durations(self, replay: WindowReplay, batch: ChoiceBatch) -> None:
@@ -43,6 +45,7 @@ class Steps:
         self.forward, self.backward = table("forward_s", batch), table("backward_s", batch)
         self.save, self.fetch = table("save_s", batch), table("fetch_s", batch)
         self.leaves, self.returns = table("offloaded_gb", batch) > 0, self.fetch > 0
+        self.early: Bools = table("leaves_early", batch) > 0
         states = np.ascontiguousarray(batch.states.T)
         self.on_host: Bools = states != GPU
         self.streamed: Bools = np.isin(states, ANY_STREAMED)
@@ -85,6 +88,8 @@ class Steps:
         instance = self.replay.instance
         done, self.done = self.done, list(self.done)
         self._upload(self.embed_load, done[0], window=0)
+        self.begun_s = self._ready() + instance.embed_forward_s
+        """When the last window's first micro-batch had computed."""
         self.compute_s = self._ready() + self.m * instance.embed_forward_s
         self.save_first: list[Floats] = []
         self.save_last: list[Floats] = []
@@ -140,23 +145,28 @@ class Steps:
             self.files.uploaded(window, self.h2d_s, needed)
 
     def _forward(self, i: int) -> None:
-        moves, save_s, m = self.leaves[i], self.save[i], self.m
+        moves, early, save_s, m = self.leaves[i], self.early[i], self.save[i], self.m
+        makes, before_s = moves & ~early, self.compute_s
         start = self._ready()
-        start = np.where(moves, np.maximum(start, self.save_slots[0]), start)
+        start = np.where(makes, np.maximum(start, self.save_slots[0]), start)
+        start = np.where(moves, np.maximum(start, self.leaving_slots[0]), start)
         end = start + m * self.forward[i]
-        first = np.maximum(self.d2h_s, start + self.forward[i])
-        saved = np.maximum(first + m * save_s, end + save_s)
-        if m > self.lag + 1:
-            waited = first + (m - 1 - self.lag) * save_s  # for the slot of the last micro-batch
-            end = np.where(moves, np.maximum(end, waited + self.forward[i]), end)
-            saved = np.maximum(saved, end + save_s)
+        first = np.maximum(self.d2h_s, np.where(early, self.begun_s, start + self.forward[i]))
+        saved = np.maximum(first + m * save_s, np.where(early, before_s, end) + save_s)
+        for num_slots, waits in ((self.lag + 1, makes), (self.lag + 2, moves)):
+            if m > num_slots:
+                waited = first + (m - num_slots) * save_s  # for the slot of the last micro-batch
+                end = np.where(waits, np.maximum(end, waited + self.forward[i]), end)
+                saved = np.where(early, saved, np.maximum(saved, end + save_s))
+        self.begun_s = start + self.forward[i]
         # Of a segment every block says when the first one's input had left.
         self.save_first.append(np.where(moves, first + save_s, self.save_first[-1] if i else 0.0))
         self.save_last.append(np.where(moves, saved, self.save_last[-1] if i else 0.0))
         self.d2h_s = np.where(moves, saved, self.d2h_s)
         if self.files is not None:
             self.d2h_s = np.maximum(self.d2h_s, self.files.write_saved_of(i, first + save_s, saved))
-        hand_on(self.save_slots, moves, [saved - k * save_s for k in reversed(range(min(m, self.lag + 1)))])
+        hand_on(self.save_slots, makes, [saved - k * save_s for k in reversed(range(min(m, self.lag + 1)))])
+        hand_on(self.leaving_slots, moves, [saved - k * save_s for k in reversed(range(min(m, self.lag + 2)))])
         self.compute_s = end
         hand_on(self.weight_slots, self.streamed[i], [end])
 
