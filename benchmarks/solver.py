@@ -8,8 +8,8 @@ Profiles are those of ``tests/solver/synthetic.py``: Qwen2-like models of 28 to 
 with loose, middle and tight memory, 32 rows of 1024 tokens a step. Per model size, over the three memory sizes:
 ``solve_s`` is the median of one solve of the program, its start included, which takes ``start_s``; ``gap`` and
 ``search_s`` are the worst of the whole search, ``gain_over_best_recipe`` the least, ``simulator_error`` the largest.
-Shares are fractions of 1. These are of plans that the runtime executes; figures that begin with ``full_`` are of the program with segments of blocks and files, to which
-all recipes belong. Gains of either are over all recipes.
+Shares are fractions of 1. These are of plans that the runtime executes; figures that begin with ``full_`` are of the
+program with segments of blocks and files, to which all recipes belong. Gains of either are over all recipes.
 """
 
 from __future__ import annotations

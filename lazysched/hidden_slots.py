@@ -12,18 +12,18 @@ from lazysched.layout import Layout
 
 
 class HiddenSlots:
-    """Hands out buffer ids; of the free slots the one that was given back first, whose readers finished first."""
+    """Hands out buffer ids; of the free slots the one that was given back first, whose readers finished first.
 
-    def __init__(self) -> None:
-        self._free: deque[str] = deque()
-        self.count = 0
+    Args:
+        count: of slots, all of them free: one that was never used waits for nobody.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._free = deque(f"gpu/hidden/slot{k}" for k in range(count))
 
     def take(self) -> str:
-        """A slot that nobody needs any more, or a new one."""
-        if self._free:
-            return self._free.popleft()
-        self.count += 1
-        return f"gpu/hidden/slot{self.count - 1}"
+        """A slot that nobody needs any more."""
+        return self._free.popleft()
 
     def give(self, slot: str) -> None:
         """Say that no operation from here on reads ``slot``."""

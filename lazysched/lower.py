@@ -25,7 +25,7 @@ from typing import Literal
 from lazysched.emitter import Emitter
 from lazysched.gradients import Gradients
 from lazysched.hazards import dependency_edges
-from lazysched.hidden_slots import HiddenSlots, num_segment_slots
+from lazysched.hidden_slots import HiddenSlots, num_hidden_slots, num_segment_slots
 from lazysched.layout import Layout
 from lazysched.schemas import Phase, Plan, Program, Stage
 from lazysched.staging import Staging
@@ -61,7 +61,7 @@ class _Lowering:
         self.uploads = Uploads(layout, training)
         self.window = -1
         self.num_outgoing = 0
-        self.slots = HiddenSlots()
+        self.slots = HiddenSlots(num_hidden_slots(layout, training))
         self.hidden: dict[int, str] = {}
         """Micro-batch -> slot of its hidden state, later of the gradient of that."""
         self.inputs: dict[tuple[str, int], str] = {}
