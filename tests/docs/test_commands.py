@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from lazysched.cli import main
-from lazysched.profiles import clock, measure
+from lazysched.profiles import clock, hardware, measure
 from lazysched.runtime.data.files import PlacedRow
 from lazysched.runtime.data.formats import parse_rows
 from lazysched.train_config import resolve
@@ -35,7 +35,9 @@ def _machine_measured_once() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(clock, "num_repeats", lambda *_: 2)
         for name in ("measure_copies", "measure_updates"):
-            patch.setattr(measure, name, _first_result_of(getattr(measure, name)))
+            once = _first_result_of(getattr(measure, name))
+            for module in (measure, hardware):
+                patch.setattr(module, name, once)
         yield
 
 
