@@ -15,7 +15,7 @@ from lazysched.errors import LazyschedError, RunError, StoppedError, UsageError
 from lazysched.runtime import data as data_module
 from lazysched.runtime import machine
 from lazysched.runtime.arguments import check_numbers, check_optimizer, choose_device
-from lazysched.runtime.checkpoint import TensorReader, check_output_dir, write_folder
+from lazysched.runtime.checkpoint import check_output_dir, write_folder
 from lazysched.runtime.data.tokenizer import load_tokenizer
 from lazysched.runtime.folders import undo_cut_swap
 from lazysched.runtime.loop import LOG_FILE, WARM_UP_STEPS, Breaks, History, TrainingLoop, mean_loss
@@ -29,6 +29,7 @@ from lazysched.runtime.session import Session
 from lazysched.runtime.sources import ModelSource, resolve_model
 from lazysched.runtime.stage_updates import AdamWSettings
 from lazysched.runtime.stopping import StopSignals
+from lazysched.runtime.tensor_reader import TensorReader
 from lazysched.runtime.training_state import TrainingState, Value, fixed_fields, plan_sha256
 from lazysched.schemas import Engine, Plan
 from lazysched.schemas.recording import RECORDING_FILE
