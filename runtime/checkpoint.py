@@ -11,13 +11,14 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from transformers import PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from lazysched.errors import RunError, UsageError
-from lazysched.runtime.folders import foreign_entry, new_folder
+from lazysched.runtime.folders import foreign_entry, new_folder, sync
+from lazysched.runtime.tensor_reader import stored_as
 from lazysched.units import format_bytes
 
 MAX_SHARD_BYTES = 1_000_000_000
@@ -135,21 +136,37 @@ def write_shards(
         max_shard_bytes: of one file; a larger tensor gets a file of its own.
 
     Raises:
-        RunError: the writer failed.
+        RunError: the writer failed, or a file on the disk is not what was written.
+        OSError: the file system refuses.
     """
     shards = _shards(sizes, max_shard_bytes)
     weight_map: dict[str, str] = {}
     for i, names in enumerate(shards, start=1):
         file = f"{stem}.safetensors" if len(shards) == 1 else f"{stem}-{i:05d}-of-{len(shards):05d}.safetensors"
-        try:
-            save_file({name: fetch(name) for name in names}, folder / file, metadata={"format": "pt"})
-        except SafetensorError as error:  # how the writer reports a full disk
-            raise RunError(f"{folder / file}: cannot be written ({error}); free disk space") from error
+        _write_shard(folder / file, {name: fetch(name) for name in names})
         weight_map.update(dict.fromkeys(names, file))
     if len(shards) > 1:
         index = {"metadata": {"total_size": sum(size for _, size in sizes)}, "weight_map": weight_map}
         text = json.dumps(index, indent=1) + "\n"
         (folder / f"{stem}.safetensors.index.json").write_text(text, encoding="utf-8")
+
+
+def _write_shard(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """Write one file, and look at what reached the disk."""
+    try:
+        save_file(tensors, path, metadata={"format": "pt"})
+    except SafetensorError as error:  # how the writer reports a full disk
+        raise RunError(f"{path}: cannot be written ({error}); free disk space") from error
+    sync(path)
+    try:
+        written = safe_open(path, framework="pt")  # refuses a file that is not as long as its header says
+    except SafetensorError as error:
+        raise RunError(f"{path}: is not what was written ({error}); check the disk") from error
+    expected = {name: (tuple(t.shape), t.dtype) for name, t in tensors.items()}
+    found = {name: stored_as(written.get_slice(name)) for name in written.keys()}  # noqa: SIM118 - not a dict
+    for name in dict.fromkeys([*expected, *found]):
+        if found.get(name) != expected.get(name):
+            raise RunError(f"{path}: {name}: is {found.get(name)}, written was {expected.get(name)}; check the disk")
 
 
 def _shards(sizes: Sequence[tuple[str, int]], max_bytes: int) -> list[list[str]]:

@@ -16,8 +16,11 @@ SLICE_BYTES = 64_000_000
 """Bytes copied at a time, and bytes of files kept mapped: the resident set grows by no more while loading."""
 _STORED_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 """Stored types that are plain numbers; every other one needs scales that only a quantiser's own code knows."""
-_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "I8": torch.int8, "U8": torch.uint8}
-"""Stored types of weights and optimizer state in checkpoints."""
+_DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I8": torch.int8,
+    "U8": torch.uint8,
+}  # fmt: skip
+"""Stored types that lazysched writes: weights and optimizer state in checkpoints, weights of converted models."""
 
 
 class TensorReader:
@@ -92,11 +95,11 @@ class TensorReader:
             UsageError: the tensor is missing, or of another shape or dtype.
         """
         slices = self._slices(name)
-        found = _DTYPES.get(slices.get_dtype()), tuple(slices.get_shape())
+        shape, dtype = stored_as(slices)
         del slices
-        if found != (destination.dtype, tuple(destination.shape)):
+        if (shape, dtype) != (tuple(destination.shape), destination.dtype):
             raise UsageError(
-                f"{self._files[name]}: {name}: {found[0]} of shape {found[1]}, the run needs {destination.dtype} of "
+                f"{self._files[name]}: {name}: {dtype} of shape {shape}, the run needs {destination.dtype} of "
                 f"shape {tuple(destination.shape)}; use the plan that the checkpoint was made with"
             )
         self._copy(name, destination, destination.dtype.itemsize)
@@ -133,6 +136,11 @@ def read_tensor_into(files: Mapping[str, Path], name: str, destination: torch.Te
     """Copy one tensor; see ``TensorReader.read_into``, which keeps files open for several."""
     with TensorReader(files) as reader:
         reader.read_into(name, destination)
+
+
+def stored_as(slices: Any) -> tuple[tuple[int, ...], torch.dtype | None]:
+    """Shape and dtype of a tensor of an open file; None for dtypes that lazysched does not write."""
+    return tuple(slices.get_shape()), _DTYPES.get(slices.get_dtype())
 
 
 def open_safetensors(path: Path) -> Any:
