@@ -147,7 +147,7 @@ class Checkpoints:
         if copies is None:
             write(tensors)
         else:
-            self._written = self._writer.submit(write, copies)
+            self._written = self._writer.submit(_write_from, copies, write)
 
     def save_now(self, history: History) -> None:
         """The same, written on return and without a copy: for when training ends here."""
@@ -161,7 +161,7 @@ class Checkpoints:
         if written is not None:
             written.result()
 
-    def _copied(self, step: int, tensors: Tensors) -> Tensors | None:
+    def _copied(self, step: int, tensors: Tensors) -> dict[str, torch.Tensor] | None:
         """Copies of ``tensors``; None where there is no room for them, which is told if it was not yet."""
         lacking = self._lacking()
         if lacking is None:
@@ -259,6 +259,14 @@ class Checkpoints:
 
 class _GivenUpError(Exception):
     """A checkpoint was not written to its end, because the run was interrupted."""
+
+
+def _write_from(copies: dict[str, torch.Tensor], write: Callable[[Tensors], None]) -> None:
+    """Write, and let go of the copies before anybody hears that it is done: the next ones need their room."""
+    try:
+        write(copies)
+    finally:
+        copies.clear()
 
 
 def _give_way() -> None:
