@@ -206,11 +206,8 @@ def train(
                     checkpoints.save_now(history)
                     raise _stopped(stop, history, checkpoints)
             after = _held_out_loss(session, inputs)
-            measured, program, intervals = (
-                memory.peaks(session, checkpoints.snapshot_bytes),
-                session.program,
-                recorder.intervals(),
-            )
+            measured = memory.peaks(session, checkpoints.snapshot_bytes)
+            program, intervals = session.program, recorder.intervals()
             counted = [interval for interval in intervals if history.counts(interval.step)]
             _export(session, inputs.source, folder, history, counted, checkpoints)
     except (torch.OutOfMemoryError, torch.AcceleratorError) as error:  # the allocator's, and the driver's own

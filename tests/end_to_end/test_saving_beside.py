@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from lazysched.errors import RunError, StoppedError
 from lazysched.runtime import checkpoint_folders, saving, snapshot
@@ -97,6 +98,27 @@ def test_checkpoints_and_result_have_the_bytes_of_runs_that_wait_or_never_save(
         assert (one / "training_state.json").read_text() == (other / "training_state.json").read_text()
     assert weights_of(tmp_path / "beside") == weights_of(tmp_path / "waits") == weights_of(tmp_path / "never")
     assert log_of(tmp_path / "beside") == log_of(tmp_path / "never")
+
+
+def test_the_next_waits_for_the_one_before_and_takes_no_second_copy(
+    run: SmallRun, plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first is written only when it is waited for."""
+    writer, finish, copy = Writer.watched(monkeypatch, {2: 0}), saving.Checkpoints.finish, saving.snapshot
+
+    def finishing(self: saving.Checkpoints) -> None:
+        if self._written is not None:
+            writer.done[0].set()
+        finish(self)
+
+    def copying(tensors: saving.Tensors) -> dict[str, torch.Tensor]:
+        assert writer.begun == writer.ended
+        return copy(tensors)
+
+    monkeypatch.setattr(saving.Checkpoints, "finish", finishing)
+    monkeypatch.setattr(saving, "snapshot", copying)
+    run.train(plan, tmp_path / "out", 4, save_steps=2)
+    assert writer.ended == [2, 4]
 
 
 def test_an_old_checkpoint_goes_when_the_new_one_is_whole(
