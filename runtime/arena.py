@@ -45,7 +45,7 @@ class HostArena:
         self.total_bytes = 0
         for name, num_bytes in sizes.items():
             self._offsets[name] = self.total_bytes
-            self.total_bytes += _whole_pages(num_bytes)
+            self.total_bytes += whole_pages(num_bytes)
         if self.total_bytes > limit_bytes:
             raise RunError(
                 f"host memory: {format_bytes(self.total_bytes)} are needed and {format_bytes(limit_bytes)} are "
@@ -76,7 +76,7 @@ class HostArena:
         with ExitStack() as undo:
             undo.callback(self.close)
             for name in names:
-                num_bytes = _whole_pages(self._sizes[name])
+                num_bytes = whole_pages(self._sizes[name])
                 address = self.tensor(name, torch.uint8).data_ptr()
                 status = cudart.cudaHostRegister(address, num_bytes, 0)
                 if status != cudart.cudaError.success:
@@ -108,7 +108,8 @@ def _forget_error() -> None:
             torch.ones(1, device="cuda")
 
 
-def _whole_pages(num_bytes: int) -> int:
+def whole_pages(num_bytes: int) -> int:
+    """``num_bytes`` rounded up to pages."""
     return -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
 

@@ -1,8 +1,4 @@
-"""Tensors between safetensors files and flat host buffers, without a second copy of the model.
-
-Reading goes slice by slice from the mapped file into the buffer; writing goes shard by shard into a folder that
-``from_pretrained`` loads.
-"""
+"""Model folders that ``from_pretrained`` loads, written shard by shard from the host's buffers."""
 
 from __future__ import annotations
 
@@ -13,7 +9,6 @@ import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -22,150 +17,16 @@ from transformers import PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from lazysched.errors import RunError, UsageError
-from lazysched.runtime.folders import foreign_entry, new_folder
+from lazysched.runtime.folders import foreign_entry, new_folder, sync
+from lazysched.runtime.tensor_reader import stored_as
 from lazysched.units import format_bytes
 
-SLICE_BYTES = 64_000_000
-"""Bytes copied at a time, and bytes of files kept mapped: the resident set grows by no more while loading."""
 MAX_SHARD_BYTES = 1_000_000_000
-_STORED_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
-"""Stored types that are plain numbers; every other one needs scales that only a quantiser's own code knows."""
-_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "I8": torch.int8, "U8": torch.uint8}
-"""Stored types of weights and optimizer state in checkpoints."""
 _COPIED_FILES = (
     "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
     "vocab.json", "merges.txt", "vocab.txt", "*.model", "*.tiktoken", "chat_template.jinja", "chat_template.json",
 )  # fmt: skip
 """What goes with a model unchanged: its tokenizer, its chat template and how it generates."""
-
-
-class TensorReader:
-    """Reads tensors of a checkpoint straight into buffers; a context manager that closes the files."""
-
-    def __init__(self, files: Mapping[str, Path]) -> None:
-        """Read from ``files``: tensor name -> the safetensors file that holds it."""
-        self._files = files
-        self._open: dict[Path, Any] = {}
-        self._touched_bytes = 0
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Unmap the files; the next read opens them again."""
-        self._open.clear()
-        self._touched_bytes = 0
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a stored tensor.
-
-        Raises:
-            UsageError: the checkpoint lacks it.
-        """
-        return tuple(self._slices(name).get_shape())
-
-    def dtype(self, name: str) -> torch.dtype:
-        """Type of a stored tensor; fp32 stands for types that only :meth:`read_into` knows what to do with.
-
-        Raises:
-            UsageError: the checkpoint lacks it.
-        """
-        return torch.bfloat16 if self._slices(name).get_dtype() == "BF16" else torch.float32
-
-    def read_into(self, name: str, destination: torch.Tensor) -> None:
-        """Copy tensor ``name`` into ``destination``, converting between float types on the way.
-
-        Args:
-            name: the tensor's name in the checkpoint.
-            destination: same shape, any float dtype; usually a view in a host buffer.
-
-        Raises:
-            UsageError: the tensor is missing, quantised, or of another shape.
-        """
-        slices = self._slices(name)
-        shape, stored = tuple(slices.get_shape()), slices.get_dtype()
-        if shape != tuple(destination.shape):
-            raise UsageError(
-                f"{self._files[name]}: {name}: shape {shape} does not fit {tuple(destination.shape)}, which config.json"
-                f" asks for; use the config.json of these weights"
-            )
-        if stored not in _STORED_BYTES:
-            raise UsageError(
-                f"{self._files[name]}: {name}: stored as {stored}, and quantised weights cannot be trained; "
-                f"use the model's float16, bfloat16 or float32 checkpoint"
-            )
-        del slices  # it would keep the file mapped
-        self._copy(name, destination, _STORED_BYTES[stored])
-
-    def read_exactly(self, name: str, destination: torch.Tensor) -> None:
-        """Copy tensor ``name`` into ``destination`` to the bit.
-
-        Args:
-            name: the tensor's name in the checkpoint.
-            destination: same shape, of the stored dtype, on any device.
-
-        Raises:
-            UsageError: the tensor is missing, or of another shape or dtype.
-        """
-        slices = self._slices(name)
-        found = _DTYPES.get(slices.get_dtype()), tuple(slices.get_shape())
-        del slices
-        if found != (destination.dtype, tuple(destination.shape)):
-            raise UsageError(
-                f"{self._files[name]}: {name}: {found[0]} of shape {found[1]}, the run needs {destination.dtype} of "
-                f"shape {tuple(destination.shape)}; use the plan that the checkpoint was made with"
-            )
-        self._copy(name, destination, destination.dtype.itemsize)
-
-    def _copy(self, name: str, destination: torch.Tensor, stored_bytes: int) -> None:
-        """Copy slice by slice; ``stored_bytes`` are those of an element in the file."""
-        shape = tuple(destination.shape)
-        if not shape:
-            destination.copy_(self._slices(name)[...])
-            return
-        row_bytes = max(1, math.prod(shape[1:]) * stored_bytes)
-        num_rows = max(1, SLICE_BYTES // row_bytes)
-        for start in range(0, shape[0], num_rows):
-            stop = min(start + num_rows, shape[0])
-            self._make_room((stop - start) * row_bytes)
-            destination[start:stop].copy_(self._slices(name)[start:stop])
-
-    def _slices(self, name: str) -> Any:
-        path = self._files.get(name)
-        if path is None:
-            raise UsageError(f"{name}: missing in the checkpoint; use the weights that belong to this config.json")
-        if path not in self._open:
-            self._open[path] = open_safetensors(path)
-        return self._open[path].get_slice(name)
-
-    def _make_room(self, num_bytes: int) -> None:
-        """Pages of a mapped file stay in the resident set until it is unmapped, so unmap once in a while."""
-        if self._touched_bytes + num_bytes > SLICE_BYTES:
-            self.close()
-        self._touched_bytes += num_bytes
-
-
-def read_tensor_into(files: Mapping[str, Path], name: str, destination: torch.Tensor) -> None:
-    """Copy one tensor; see ``TensorReader.read_into``, which keeps files open for several."""
-    with TensorReader(files) as reader:
-        reader.read_into(name, destination)
-
-
-def open_safetensors(path: Path) -> Any:
-    """Map a safetensors file; its header is checked against its length.
-
-    Raises:
-        UsageError: no such file, not readable, truncated or damaged.
-    """
-    try:
-        return safe_open(path, framework="pt")
-    except SafetensorError as error:
-        raise UsageError(f"{path}: safetensors file is truncated or damaged ({error}); download it again") from None
-    except OSError as error:
-        raise UsageError(f"{path}: cannot be read ({error.strerror or error}); check the path and its rights") from None
 
 
 def check_output_dir(output_dir: Path, num_bytes: int = 0) -> None:
@@ -275,21 +136,37 @@ def write_shards(
         max_shard_bytes: of one file; a larger tensor gets a file of its own.
 
     Raises:
-        RunError: the writer failed.
+        RunError: the writer failed, or a file on the disk is not what was written.
+        OSError: the file system refuses.
     """
     shards = _shards(sizes, max_shard_bytes)
     weight_map: dict[str, str] = {}
     for i, names in enumerate(shards, start=1):
         file = f"{stem}.safetensors" if len(shards) == 1 else f"{stem}-{i:05d}-of-{len(shards):05d}.safetensors"
-        try:
-            save_file({name: fetch(name) for name in names}, folder / file, metadata={"format": "pt"})
-        except SafetensorError as error:  # how the writer reports a full disk
-            raise RunError(f"{folder / file}: cannot be written ({error}); free disk space") from error
+        _write_shard(folder / file, {name: fetch(name) for name in names})
         weight_map.update(dict.fromkeys(names, file))
     if len(shards) > 1:
         index = {"metadata": {"total_size": sum(size for _, size in sizes)}, "weight_map": weight_map}
         text = json.dumps(index, indent=1) + "\n"
         (folder / f"{stem}.safetensors.index.json").write_text(text, encoding="utf-8")
+
+
+def _write_shard(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """Write one file, and look at what reached the disk."""
+    try:
+        save_file(tensors, path, metadata={"format": "pt"})
+    except SafetensorError as error:  # how the writer reports a full disk
+        raise RunError(f"{path}: cannot be written ({error}); free disk space") from error
+    sync(path)
+    try:
+        written = safe_open(path, framework="pt")  # refuses a file that is not as long as its header says
+    except SafetensorError as error:
+        raise RunError(f"{path}: is not what was written ({error}); check the disk") from error
+    expected = {name: (tuple(t.shape), t.dtype) for name, t in tensors.items()}
+    found = {name: stored_as(written.get_slice(name)) for name in written.keys()}  # noqa: SIM118 - not a dict
+    for name in dict.fromkeys([*expected, *found]):
+        if found.get(name) != expected.get(name):
+            raise RunError(f"{path}: {name}: is {found.get(name)}, written was {expected.get(name)}; check the disk")
 
 
 def _shards(sizes: Sequence[tuple[str, int]], max_bytes: int) -> list[list[str]]:

@@ -29,13 +29,16 @@ def checkpoint_steps(folder: Path) -> dict[int, Path]:
     return dict(sorted(found.items(), reverse=True))
 
 
-def write_checkpoint(folder: Path, step: int, fill: Callable[[Path], None]) -> Path:
+def write_checkpoint(
+    folder: Path, step: int, fill: Callable[[Path], None], go_on: Callable[[], None] = lambda: None
+) -> Path:
     """Make ``checkpoint-{step}`` in ``folder``, which is made if it is not there.
 
     Args:
         folder: its parent exists.
         step: steps done; an earlier checkpoint of this number is replaced.
         fill: writes the files, ``STATE_FILE`` first.
+        go_on: called before each file is made durable and hashed; what it raises ends the work.
 
     Returns:
         the checkpoint; after any error nothing of it is left, and all others are as they were.
@@ -53,7 +56,7 @@ def write_checkpoint(folder: Path, step: int, fill: Callable[[Path], None]) -> P
     try:
         with locked(temporary):
             fill(temporary)
-            manifest = _seal(temporary)
+            manifest = _seal(temporary, go_on)
             if target.exists():
                 remove(target)
             temporary.rename(target)
@@ -67,10 +70,11 @@ def write_checkpoint(folder: Path, step: int, fill: Callable[[Path], None]) -> P
     return target
 
 
-def _seal(folder: Path) -> Manifest:
+def _seal(folder: Path, go_on: Callable[[], None]) -> Manifest:
     """Make every file durable and list it."""
     files = {}
     for path in sorted(folder.iterdir()):
+        go_on()
         sync(path)
         files[path.name] = FileEntry(num_bytes=path.stat().st_size, sha256=sha256_of(path))
     sync(folder)

@@ -10,11 +10,11 @@ from pathlib import Path
 from rich.console import Console
 
 from lazysched.errors import UsageError
-from lazysched.runtime.checkpoint import TensorReader, open_safetensors
 from lazysched.runtime.checkpoint_folders import STATE_PREFIX, check_checkpoint, checkpoint_steps
 from lazysched.runtime.folders import STATE_FILE
 from lazysched.runtime.loop import LOG_FILE, History, StepRow
 from lazysched.runtime.session import Session
+from lazysched.runtime.tensor_reader import TensorReader, open_safetensors
 from lazysched.runtime.training_state import MANIFEST_FILE, Manifest, TrainingState, Value, differences
 
 

@@ -23,14 +23,15 @@ class RunMemory:
         machine.reset_peaks(device)
         self._rss_before = machine.rss_bytes()
 
-    def peaks(self, session: Session) -> dict[str, int]:
-        """Most bytes so far, by tier."""
+    def peaks(self, session: Session, snapshot_bytes: int = 0) -> dict[str, int]:
+        """Most bytes so far, by tier; ``snapshot_bytes``: of the copy that checkpoints were written from."""
+        snapshot = {"snapshot": snapshot_bytes} if snapshot_bytes else {}
         if self._device.type == "cuda":
             return {
                 "gpu": torch.cuda.max_memory_reserved() + machine.context_bytes(self._device),
                 "host": session.buffers.arena.total_bytes,
-            }
-        return {"gpu+host": max(0, machine.peak_rss_bytes() - self._rss_before)}
+            } | snapshot
+        return {"gpu+host": max(0, machine.peak_rss_bytes() - self._rss_before)} | snapshot
 
     def predicted(self) -> dict[str, int]:
         """What the plan predicts of the same tiers."""

@@ -142,20 +142,20 @@ class Session:
         """Name and shape of every stored weight, in the order of the stages."""
         return [(name, shape) for stage in self.model.stages for name, shape in stage.params.items()]
 
-    def weight(self, name: str) -> torch.Tensor:
-        """A stored weight in the computing dtype, on the host; call ``executor.drain()`` first."""
-        for stage in self.model.stages:
-            if name in stage.params:
-                return self.updates[stage.id].weights[name].cpu()
-        raise KeyError(name)
-
     def state_names(self) -> list[tuple[str, int]]:
         """Name and bytes of every part of the optimizer state, in the order of the stages."""
         return [(name, part.nbytes) for update in self.updates.values() for name, part in update.parts.items()]
 
-    def state(self, name: str) -> torch.Tensor:
-        """A part of the optimizer state, flat, on the host; call ``executor.drain()`` first."""
-        return next(update.parts[name] for update in self.updates.values() if name in update.parts).cpu()
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """All that a run goes on from, wherever it lies: weights in the computing dtype, parts of the state, flat.
+
+        Call ``executor.drain()`` before reading them.
+        """
+        return {name: t for update in self.updates.values() for name, t in (update.weights | update.parts).items()}
+
+    def weight(self, name: str) -> torch.Tensor:
+        """A stored weight in the computing dtype, on the host; call ``executor.drain()`` first."""
+        return self.tensors()[name].cpu()
 
     @property
     def num_updates(self) -> int:
@@ -164,9 +164,8 @@ class Session:
 
     def restore(self, read_into: Callable[[str, torch.Tensor], None], num_updates: int) -> None:
         """Take weights and optimizer state to the bit; ``read_into(name, target)`` copies one stored tensor."""
-        for update in self.updates.values():
-            for name, target in (update.weights | update.parts).items():
-                read_into(name, target)
+        for name, target in self.tensors().items():
+            read_into(name, target)
         self.buffers["gpu/scale"][STEP_COEFFICIENT] = num_updates
 
     def gradients(self, stage: Stage) -> dict[str, torch.Tensor]:

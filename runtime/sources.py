@@ -12,7 +12,7 @@ from huggingface_hub.errors import HFValidationError, StrictDataclassError
 from transformers import AutoConfig, PretrainedConfig
 
 from lazysched.errors import UsageError
-from lazysched.runtime.checkpoint import open_safetensors
+from lazysched.runtime.tensor_reader import open_safetensors
 
 _INDEX = "model.safetensors.index.json"
 _PICKLES = ("pytorch_model*.bin", "*.pth", "*.pt", "*.ckpt", "tf_model*.h5", "flax_model*.msgpack")

@@ -23,6 +23,8 @@ from lazysched.schemas import Stage
 
 CPU_UPDATE_CHUNK = 1 << 20
 """Elements updated at a time on the CPU: master, moments and gradient of a chunk stay in the outer caches."""
+SPLIT_ELEMENTS = 1 << 16
+"""Masters split at a time while loading: a hundred bytes each for integers of 64 bits, beside the tensor itself."""
 
 _SKIP, STEP_COEFFICIENT = (Coefficients._fields.index(name) for name in ("skip", "step"))
 _PARTS = ("master", "correction", "first", "second", "first_scale", "second_scale")
@@ -251,8 +253,8 @@ def _carve(
 
 def _store_nearest(exact: torch.Tensor, weight: torch.Tensor, correction: torch.Tensor) -> None:
     """Split fp32 masters, rounded to nearest, into weights and corrections; flat, chunk by chunk."""
-    size = hybrid8_torch.CHUNK_ELEMENTS
-    for part, high, low in zip(exact.split(size), weight.split(size), correction.split(size), strict=True):
+    parts = (tensor.split(SPLIT_ELEMENTS) for tensor in (exact, weight, correction))
+    for part, high, low in zip(*parts, strict=True):
         hybrid8_torch.store_master(part.to(weight.device), 128, high, low)
 
 

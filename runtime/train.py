@@ -15,7 +15,7 @@ from lazysched.errors import LazyschedError, RunError, StoppedError, UsageError
 from lazysched.runtime import data as data_module
 from lazysched.runtime import machine
 from lazysched.runtime.arguments import check_numbers, check_optimizer, choose_device
-from lazysched.runtime.checkpoint import TensorReader, check_output_dir, write_folder
+from lazysched.runtime.checkpoint import check_output_dir, write_folder
 from lazysched.runtime.data.tokenizer import load_tokenizer
 from lazysched.runtime.folders import undo_cut_swap
 from lazysched.runtime.loop import LOG_FILE, WARM_UP_STEPS, Breaks, History, TrainingLoop, mean_loss
@@ -29,6 +29,7 @@ from lazysched.runtime.session import Session
 from lazysched.runtime.sources import ModelSource, resolve_model
 from lazysched.runtime.stage_updates import AdamWSettings
 from lazysched.runtime.stopping import StopSignals
+from lazysched.runtime.tensor_reader import TensorReader
 from lazysched.runtime.training_state import TrainingState, Value, fixed_fields, plan_sha256
 from lazysched.schemas import Engine, Plan
 from lazysched.schemas.recording import RECORDING_FILE
@@ -57,7 +58,8 @@ class TrainResult:
     predicted_moved_bytes: dict[Engine, int]
     """engine -> bytes per step."""
     peak_bytes: dict[str, int]
-    """tier -> bytes; on a CPU both tiers are one memory, named ``gpu+host``."""
+    """tier -> bytes; on a CPU both tiers are one memory, named ``gpu+host``. ``snapshot``, where there was one: host
+    memory of the copy that checkpoints are written from, which no plan predicts."""
     predicted_peak_bytes: dict[str, int]
     held_out_loss_before: float | None
     held_out_loss_after: float | None
@@ -190,18 +192,22 @@ def train(
             before = _held_out_loss(session, inputs)
             predicted = plan.predicted.step_s if plan.predicted else None
             progress = ProgressReport(console, num_steps, predicted, logging_steps, history.num_done)
-            with progress as report, StopSignals(report.tell) as stop:
+            if saves:
+                checkpoints.say_how()
+            with progress as report, StopSignals(report.tell) as stop, checkpoints:
                 breaks = Breaks(
                     policy.is_due, checkpoints.save, stop, lambda done: eval_steps > 0 and done % eval_steps == 0,
                     lambda done: _evaluated(session, inputs, done, report.tell),
                 )  # fmt: skip
                 loop = TrainingLoop(session.executor, batches.batch, schedule, report, recorder, history, breaks)
                 history = loop.run()
+                checkpoints.finish()
                 if stop():
-                    checkpoints.save(history)
+                    checkpoints.save_now(history)
                     raise _stopped(stop, history, checkpoints)
             after = _held_out_loss(session, inputs)
-            measured, program, intervals = memory.peaks(session), session.program, recorder.intervals()
+            measured = memory.peaks(session, checkpoints.snapshot_bytes)
+            program, intervals = session.program, recorder.intervals()
             counted = [interval for interval in intervals if history.counts(interval.step)]
             _export(session, inputs.source, folder, history, counted, checkpoints)
     except (torch.OutOfMemoryError, torch.AcceleratorError) as error:  # the allocator's, and the driver's own
@@ -289,7 +295,10 @@ def _read_inputs(
     for file, dataset in zip(files, datasets, strict=True):
         console.print(f"{file}: {dataset.report.summary()}", highlight=False, markup=False, soft_wrap=True)
         data_module.check_vocabulary(dataset, num_tokens)
-    return _Inputs(source, datasets[0], datasets[1] if eval_data else None, tokenizer.pad_token_id)
+    pad_id = tokenizer.pad_token_id
+    if pad_id is not None and pad_id >= num_tokens:
+        pad_id = None  # a pad that was added later may have no row in the embedding; any other fills rows up as well
+    return _Inputs(source, datasets[0], datasets[1] if eval_data else None, pad_id)
 
 
 def _batches(

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from lazysched.runtime import checkpoint, checkpoint_folders, folders, train
+from lazysched.runtime import checkpoint, checkpoint_folders, folders, saving, train
 from lazysched.runtime.checkpoint_folders import checkpoint_steps
 from lazysched.runtime.resuming import Checkpoint
 from lazysched.schemas import Plan
@@ -39,8 +39,9 @@ class Saboteur:
     def __init__(self, number: int, generator: random.Random) -> None:
         self.num_calls, self._number, self._generator = 0, number, generator
         for owner, name in (
-            (checkpoint, "save_file"), (checkpoint_folders, "sync"), (folders, "sync"), (Path, "write_text"),
-            (Path, "rename"), (Path, "replace"), (Path, "unlink"), (Path, "mkdir"), (shutil, "rmtree"),
+            (checkpoint, "save_file"), (checkpoint, "sync"), (checkpoint_folders, "sync"), (folders, "sync"),
+            (Path, "write_text"), (Path, "rename"), (Path, "replace"), (Path, "unlink"), (Path, "mkdir"),
+            (shutil, "rmtree"),
         ):  # fmt: skip
             setattr(owner, name, self._around(name, getattr(owner, name)))
 
@@ -53,7 +54,8 @@ class Saboteur:
             result = call(*arguments, **named)
             if dies:
                 path = arguments[1] if name == "save_file" else arguments[0]
-                os.truncate(path, self._generator.randrange(path.stat().st_size))
+                if size := path.stat().st_size:  # a file of the kernel has none
+                    os.truncate(path, self._generator.randrange(size))
                 os.kill(os.getpid(), signal.SIGKILL)
             return result
 
@@ -99,11 +101,14 @@ class Driver:
 
     def fork(self, report: Path) -> bool:
         """Start a child and perhaps kill it; whether it was killed."""
-        plan, by_clock = self._random.choice(self._plans), self._random.random() < 0.5
+        plan, waits = self._random.choice(self._plans), self._random.random() < 0.3
+        by_clock = self._random.random() < 0.5
         number = 0 if by_clock else self._random.randrange(1, 120)
         process = os.fork()
         if process == 0:
             try:
+                if waits:  # while checkpoints are written; else they come from a thread
+                    saving.room_bytes = lambda session: 0
                 folders.undo_cut_swap(self._output)  # as ``train`` does first; here it is asked what there is to resume
                 self.child(plan, number, report)
                 os._exit(0)

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import io
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from rich.console import Console
 from safetensors.torch import load_file
 from transformers import AutoConfig
 
+from lazysched.runtime.loop import StepRow
 from lazysched.runtime.model import Model
+from lazysched.runtime.progress import ProgressReport
 from lazysched.runtime.train import TrainResult, train
 from lazysched.schemas import Dtype, Plan, StagePlan, StateFormat, Tier
 from tests.end_to_end.tiny_folder import make_data, make_model
@@ -62,6 +66,17 @@ class SmallRun:
             max_steps=num_steps, console=options.pop("console", Console(file=shown, width=300)), **settings | options,
         )  # fmt: skip
         return result, shown.getvalue()
+
+
+def at_step(monkeypatch: pytest.MonkeyPatch, actions: dict[int, Callable[[], object]]) -> None:
+    """Do something when the numbers of a step are shown, which is before its checkpoint is saved."""
+    show = ProgressReport.__call__
+
+    def showing(self: ProgressReport, row: StepRow) -> None:
+        show(self, row)
+        actions.get(row.step + 1, lambda: None)()
+
+    monkeypatch.setattr(ProgressReport, "__call__", showing)
 
 
 def weights_of(folder: Path) -> dict[str, bytes]:

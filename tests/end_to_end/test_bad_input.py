@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer
 
 from lazysched.cli import main
 from tests.end_to_end.tiny_folder import make_data, make_model
@@ -95,6 +97,32 @@ def test_truncated_safetensors(files: Files, capsys: pytest.CaptureFixture[str])
     assert train(files) == 2
     assert "truncated or damaged" in one_line(capsys)
     assert not files.output.exists()
+
+
+def grow_tokenizer(files: Files, **special: str) -> None:
+    """Give the tokenizer more tokens than the embedding has rows; the last is the word ``extra``."""
+    tokenizer = AutoTokenizer.from_pretrained(files.model)
+    rows = json.loads((files.model / "config.json").read_text())["vocab_size"]
+    tokenizer.add_tokens([*(f"more{i}" for i in range(rows)), "extra"])
+    tokenizer.add_special_tokens(special)
+    tokenizer.save_pretrained(files.model)
+
+
+def test_a_tokenizer_larger_than_the_embedding(files: Files, capsys: pytest.CaptureFixture[str]) -> None:
+    grow_tokenizer(files)
+    assert train(files) == 0  # no row of the data has such a token
+    capsys.readouterr()
+    with files.data.open("a") as data:
+        data.write(json.dumps({"question": "what is extra", "answer": "extra"}) + "\n")
+    assert train(files) == 2
+    assert re.search(
+        r"tokenizer: the data has the token id \d+, the model's embedding only \d+ rows;", one_line(capsys)
+    )
+
+
+def test_a_pad_beyond_the_embedding_does_no_harm(files: Files) -> None:
+    grow_tokenizer(files, pad_token="<pad>")
+    assert train(files) == 0
 
 
 def test_plan_for_another_model(files: Files, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,11 +17,6 @@ from tests.one_thread import one_thread
 __all__ = ["one_thread"]
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> SmallRun:
-    return SmallRun.make(tmp_path_factory.mktemp("small"))
-
-
 def held_out_of(folder: Path) -> dict[int, float]:
     rows = [json.loads(line) for line in (folder / LOG_FILE).read_text().splitlines()]
     return {row["step"] + 1: row["held_out_loss"] for row in rows if "held_out_loss" in row}

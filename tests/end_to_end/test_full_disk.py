@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import subprocess
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,23 +12,26 @@ import pytest
 from lazysched.errors import RunError, UsageError
 from lazysched.runtime import checkpoint, checkpoint_folders, saving
 from lazysched.runtime.checkpoint_folders import check_checkpoint, checkpoint_steps
-from lazysched.runtime.loop import StepRow, TrainingLoop
-from lazysched.runtime.progress import ProgressReport
+from lazysched.runtime.loop import History, TrainingLoop
 from lazysched.schemas import Plan
-from tests.end_to_end.small_runs import SmallRun, log_of, weights_of
+from tests.end_to_end.small_runs import SmallRun, at_step, log_of, weights_of
 from tests.one_thread import one_thread
 
 __all__ = ["one_thread"]
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> SmallRun:
-    return SmallRun.make(tmp_path_factory.mktemp("small"))
+@pytest.fixture(params=["waiting", "beside"], autouse=True)
+def _way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training waits while checkpoints are written, or they come from a thread; then only the test's steps wait."""
+    save = saving.Checkpoints.save
 
+    def save_and_wait(self: saving.Checkpoints, history: History) -> None:
+        save(self, history)
+        self.finish()
 
-@pytest.fixture(scope="module")
-def plan(run: SmallRun) -> Plan:
-    return run.plan()
+    if request.param == "waiting":
+        monkeypatch.setattr(saving, "room_bytes", lambda session: 0)
+    monkeypatch.setattr(saving.Checkpoints, "save", save_and_wait)
 
 
 @pytest.fixture(scope="module")
@@ -38,31 +39,6 @@ def whole(run: SmallRun, plan: Plan, tmp_path_factory: pytest.TempPathFactory) -
     output = tmp_path_factory.mktemp("whole") / "out"
     run.train(plan, output, 4)
     return output
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 700 kB; a checkpoint takes about 200 kB."""
-    if os.geteuid() != 0:
-        pytest.skip("only root can mount a file system")
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=700k", "tmpfs", str(folder)]
-    if subprocess.run(mount, check=False, capture_output=True).returncode != 0:
-        pytest.skip("mounting is not allowed here")
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True)
-
-
-def at_step(monkeypatch: pytest.MonkeyPatch, actions: dict[int, Callable[[], object]]) -> None:
-    """Do something when the numbers of a step are shown, which is before its checkpoint is saved."""
-    show = ProgressReport.__call__
-
-    def showing(self: ProgressReport, row: StepRow) -> None:
-        show(self, row)
-        actions.get(row.step + 1, lambda: None)()
-
-    monkeypatch.setattr(ProgressReport, "__call__", showing)
 
 
 def fill_disk(folder: Path, leave_bytes: int) -> None:

@@ -18,28 +18,16 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lazysched.cli import main
 from lazysched.errors import UsageError
-from lazysched.runtime import checkpoint_folders
+from lazysched.runtime import checkpoint_folders, saving
 from lazysched.runtime.checkpoint_folders import check_checkpoint, checkpoint_steps
-from lazysched.runtime.loop import StepRow
-from lazysched.runtime.progress import ProgressReport
 from lazysched.runtime.resuming import choose_checkpoint
 from lazysched.schemas import Dtype, Plan, StateFormat, Tier
-from tests.end_to_end.small_runs import SmallRun, log_of, weights_of
+from tests.end_to_end.small_runs import SmallRun, at_step, log_of, weights_of
 from tests.end_to_end.test_bad_input import one_line
 from tests.end_to_end.tiny_folder import make_model
 from tests.one_thread import one_thread
 
 __all__ = ["one_thread"]
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> SmallRun:
-    return SmallRun.make(tmp_path_factory.mktemp("small"))
-
-
-@pytest.fixture(scope="module")
-def plan(run: SmallRun) -> Plan:
-    return run.plan()
 
 
 @pytest.fixture(scope="module")
@@ -250,15 +238,7 @@ def test_old_checkpoints_lose_their_state_and_then_go(run: SmallRun, plan: Plan,
 
 def signal_at(monkeypatch: pytest.MonkeyPatch, step: int, *signals: signal.Signals) -> None:
     """Send signals to this process when the numbers of ``step`` are shown."""
-    show = ProgressReport.__call__
-
-    def showing(self: ProgressReport, row: StepRow) -> None:
-        show(self, row)
-        if row.step + 1 == step:
-            for number in signals:
-                os.kill(os.getpid(), number)
-
-    monkeypatch.setattr(ProgressReport, "__call__", showing)
+    at_step(monkeypatch, {step: lambda: [os.kill(os.getpid(), number) for number in signals]})
 
 
 def command(run: SmallRun, plan: Plan, folder: Path, *flags: str) -> list[str]:
@@ -301,6 +281,7 @@ def test_a_second_ctrl_c_ends_at_once(
 def test_a_signal_while_a_due_checkpoint_is_saved_saves_it_once(
     run: SmallRun, plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Training waits here; ``test_saving_beside`` has the other case."""
     synced: list[Path] = []
 
     def sync(path: Path) -> None:
@@ -308,6 +289,7 @@ def test_a_signal_while_a_due_checkpoint_is_saved_saves_it_once(
             os.kill(os.getpid(), signal.SIGTERM)
         synced.append(path)
 
+    monkeypatch.setattr(saving, "room_bytes", lambda session: 0)
     monkeypatch.setattr(checkpoint_folders, "sync", sync)
     assert main(command(run, plan, tmp_path, "--save-steps", "3")) == 143
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["checkpoint-3"]

@@ -19,7 +19,7 @@ TEMPLATE = (
 )
 
 
-def make_model(folder: Path, *, tied: bool = True, **changes: object) -> Path:
+def make_model(folder: Path, *, tied: bool = True, max_shard_size: str = "5GB", **changes: object) -> Path:
     """Write a model with random weights and its tokenizer to ``folder``."""
     vocabulary = {word: index for index, word in enumerate(["<unk>", "<s>", "</s>", *WORDS])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
@@ -29,7 +29,7 @@ def make_model(folder: Path, *, tied: bool = True, **changes: object) -> Path:
     )
     fast.chat_template = TEMPLATE
     torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(llama(tied, **changes)).save_pretrained(folder)
+    AutoModelForCausalLM.from_config(llama(tied, **changes)).save_pretrained(folder, max_shard_size=max_shard_size)
     fast.save_pretrained(folder)
     return folder
 

@@ -17,9 +17,10 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from lazysched.errors import RunError, UsageError
-from lazysched.runtime.checkpoint import TensorReader, check_output_dir, read_tensor_into, write_folder
+from lazysched.runtime.checkpoint import check_output_dir, write_folder
 from lazysched.runtime.folders import MANIFEST, new_folder
 from lazysched.runtime.sources import resolve_model
+from lazysched.runtime.tensor_reader import TensorReader, read_tensor_into
 
 
 def tiny_model(tied: bool, dtype: torch.dtype = torch.float32) -> LlamaForCausalLM:
@@ -248,7 +249,7 @@ def test_reading_converts_like_torch(tmp_path: Path, stored: torch.dtype, wanted
 
 @pytest.mark.parametrize("slice_bytes", [1, 40, 60, 10**6])
 def test_reading_in_slices_gives_all_rows(tmp_path: Path, slice_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lazysched.runtime.checkpoint.SLICE_BYTES", slice_bytes)
+    monkeypatch.setattr("lazysched.runtime.tensor_reader.SLICE_BYTES", slice_bytes)
     tensors = {"a": torch.randn(11, 5), "b": torch.randn(13), "c": torch.tensor(2.5), "d": torch.empty(0, 4)}
     save_file(tensors, tmp_path / "x.safetensors")
     with TensorReader(dict.fromkeys(tensors, tmp_path / "x.safetensors")) as reader:
@@ -274,7 +275,7 @@ def test_reading_names_what_does_not_fit(tmp_path: Path) -> None:
 LOADING = """
 import sys, torch
 from pathlib import Path
-from lazysched.runtime.checkpoint import TensorReader
+from lazysched.runtime.tensor_reader import TensorReader
 from lazysched.runtime.machine import peak_rss_bytes, rss_bytes
 files = {name: Path(sys.argv[1]) for name in sys.argv[3:]}
 buffer = torch.zeros(int(sys.argv[2]), dtype=torch.float32)

@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from lazysched.errors import RunError, UsageError
-from lazysched.runtime import checkpoint_folders, folders
+from lazysched.runtime import checkpoint, checkpoint_folders, folders
 from lazysched.runtime.checkpoint import check_output_dir, write_shards
 from lazysched.runtime.checkpoint_folders import check_checkpoint, checkpoint_steps, prune, remove, write_checkpoint
 from lazysched.runtime.folders import MANIFEST, STATE_FILE, new_folder, undo_cut_swap
@@ -171,6 +172,41 @@ def test_no_checkpoint_is_lost_where_putting_the_result_in_place_is_cut(
         check_checkpoint(path)
     assert (killed / "model").exists() == (num_renames >= 2)
     assert os.listdir(tmp_path / "killed") == ["out"]
+
+
+def cut(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 1)
+
+
+def empty(path: Path) -> None:
+    """What a save of partitioned weights by someone who holds no part of them looks like."""
+    save_file({f"t{i}": torch.empty(0) for i in range(4)}, path)
+
+
+def lose(path: Path) -> None:
+    save_file({f"t{i}": torch.ones(1000) for i in range(3)}, path)
+
+
+@pytest.mark.parametrize("damage", [cut, empty, lose, lambda path: path.write_bytes(b"")])
+def test_a_shard_that_reached_the_disk_otherwise_than_written_is_noticed_before_the_manifest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: Callable[[Path], object]
+) -> None:
+    sync = folders.sync
+
+    def sync_badly(path: Path) -> None:
+        sync(path)
+        if path.name == "model.safetensors":
+            damage(path)
+
+    def shards(folder: Path) -> None:
+        fill(folder)
+        write_shards(folder, "model", [(f"t{i}", 4000) for i in range(4)], lambda name: torch.ones(1000))
+
+    write_checkpoint(tmp_path, 1, shards)
+    monkeypatch.setattr(checkpoint, "sync", sync_badly)
+    with pytest.raises(RunError, match=r"model\.safetensors: (is not what was written|t\d: is ).*; check the disk$"):
+        write_checkpoint(tmp_path, 2, shards)
+    assert os.listdir(tmp_path) == ["checkpoint-1"]
 
 
 SAVING = """

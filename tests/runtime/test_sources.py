@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 from lazysched.errors import RunError, UsageError
 from lazysched.runtime import gguf, sources
-from lazysched.runtime.checkpoint import TensorReader, read_tensor_into
 from lazysched.runtime.sources import default_cache_dir, resolve_model
+from lazysched.runtime.tensor_reader import TensorReader, read_tensor_into
 
 
 @pytest.fixture(scope="module")
