@@ -133,6 +133,8 @@ ROW_ROWS = (
     Bad("labels shifted by one", PREPARE, ("{data}: row 1: labels[0] is 2", "not the next one"), rows({"input_ids": [1, 2, 3], "labels": [2, 3, -100]})),
     Bad("a token beyond the vocabulary", TRAIN, ("token id 200", "97 rows"), rows({"input_ids": [1, 200, 3]}), shown="{data}: 1 of 1 rows"),
     Bad("every answer beyond the length", f"{PREPARE} --seq-len 2", ("{data}: all labels are masked", "2"), lambda files: make_data(files.data, 3)),
+    Bad("most answers beyond the length", f"{PREPARE} --seq-len 9", ("{data}: labels of 2 of 3 rows are masked", "--seq-len"),
+        rows({"question": "what is one " * 4, "answer": "one"}, {"question": "what " * 12, "answer": "one"}, {"question": "what", "answer": "one"})),
     Bad("nothing to evaluate", EVALUATE, ("{sums}: row 1", "no question with an answer"),
         lambda files: files.sums.write_text('{"text": "a"}\n')),
     Bad("an answer without number", EVALUATE, ("{sums}: row 1", "holds no number"),

@@ -32,6 +32,8 @@ class Refusing(pickle.Unpickler):
 def heard(event, _args):
     if event == "pickle.find_class":
         refuse()
+    if event in ("socket.connect", "socket.getaddrinfo"):
+        raise SystemExit("a connection was opened")
 
 for module in (pickle, _pickle):
     module.load = module.loads = refuse
@@ -48,17 +50,23 @@ for command in sys.argv[1:]:
         raise SystemExit(f"{command}: {code}")
 print("nothing was unpickled")
 """
-"""Runs commands in a process in which any unpickling ends it."""
+"""Runs commands in a process that ends at any unpickling and any connection, and asks nobody: it has no input."""
 
 
 def in_poisoned_process(files: Files, *commands: str) -> subprocess.CompletedProcess[str]:
     lines = ["\t".join(part.format_map(files.names()) for part in command.split()) for command in commands]
     return subprocess.run(
-        [sys.executable, "-c", POISON, *lines], capture_output=True, text=True, cwd=files.root, timeout=280, check=False
+        [sys.executable, "-c", POISON, *lines],
+        capture_output=True,
+        text=True,
+        cwd=files.root,
+        timeout=280,
+        check=False,
+        stdin=subprocess.DEVNULL,
     )
 
 
-def test_nothing_is_unpickled_from_profile_to_evaluate(files: Files) -> None:
+def test_nothing_is_unpickled_and_nothing_connects_from_profile_to_evaluate(files: Files) -> None:
     done = in_poisoned_process(
         files, PROFILE, f"{TRAIN} --save-steps 1", f"{RESUME} --eval-data {{data}}",
         EVALUATE, EVALUATE.replace("{model}", "{run}"), PREPARE, PREPARE.replace("prepare", "preview"),
