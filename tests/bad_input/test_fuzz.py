@@ -25,7 +25,7 @@ VALUES = st.one_of(
 )  # fmt: skip
 """What takes the place of a value."""
 FUZZ = settings(
-    max_examples=40, deadline=None, derandomize=True, database=None,
+    max_examples=20, deadline=None, derandomize=True, database=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )  # fmt: skip
 
