@@ -14,12 +14,13 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
+from pydantic import ValidationError
 from rich.console import Console
 from typer.exceptions import TyperException
 
 from lazysched import data_commands, doctor_command, evaluate_command, plan_commands, plot_command
 from lazysched.cli_hardware import measure_machine
-from lazysched.errors import LazyschedError, UsageError
+from lazysched.errors import LazyschedError, UsageError, short_repr
 from lazysched.outputs import require_folder_of
 from lazysched.schemas import Profile
 from lazysched.solve_command import solve
@@ -56,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except LazyschedError as error:
         return _report(str(error), error.exit_code)
     except TyperException as error:
-        return _report(f"{error.format_message().rstrip('.')}; see --help of the command", error.exit_code)
+        return _report(f"{_with_value(error)}; see --help of the command", error.exit_code)
     except OSError as error:  # a name too long, a folder that vanished: the system's own words
         return _report(f"{error.filename or 'system'}: {error.strerror or error}; check the path", 1)
     # typer turns Ctrl-C into the code 130, or into Abort where it asked something.
@@ -76,6 +77,13 @@ def _report(message: str, exit_code: int) -> int:
     """Show ``message`` on one line, whatever whitespace it holds."""
     print(f"error: {' '.join(message.split())}", file=sys.stderr)
     return exit_code
+
+
+def _with_value(error: TyperException) -> str:
+    """What typer says, and the value where it only says what that should be."""
+    text, cause = error.format_message().rstrip("."), error.__cause__
+    value = cause.errors()[0]["input"] if isinstance(cause, ValidationError) else ""
+    return text if str(value) in text else f"{text}, not {short_repr(value)}"
 
 
 def _show_version(requested: bool) -> None:

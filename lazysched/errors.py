@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 
 class LazyschedError(Exception):
@@ -28,6 +28,10 @@ class UsageError(LazyschedError, ValueError):
     """The user's input is wrong; the message names field, value and remedy."""
 
     exit_code = 2
+
+
+UNREADABLE_JSON = (OSError, ValueError, RecursionError)
+"""What reading and parsing a JSON file raises: no file, no text, no JSON, brackets without end."""
 
 
 @dataclass(frozen=True)
@@ -109,3 +113,16 @@ class PinError(RunError):
         """Keep what could be locked as data beside the message."""
         super().__init__(message)
         self.locked_bytes = locked_bytes
+
+
+_MAX_SHOWN_CHARACTERS = 60
+
+
+def short_repr(value: Any) -> str:
+    """``value`` as a line can show it; an integer of thousands of digits cannot even be written out by Python."""
+    if isinstance(value, dict | list):
+        return f"a {type(value).__name__}"
+    if isinstance(value, int) and abs(value) >= 10**_MAX_SHOWN_CHARACTERS:
+        return f"a number of more than {_MAX_SHOWN_CHARACTERS} digits"
+    text = repr(value)
+    return text if len(text) <= _MAX_SHOWN_CHARACTERS else text[:_MAX_SHOWN_CHARACTERS] + "..."

@@ -5,6 +5,7 @@ As in ``lazysched.cli``, files are read first and what computes is imported only
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from lazysched.errors import UsageError
+from lazysched.errors import UsageError, short_repr
 from lazysched.file_options import say_if_not_executable
 from lazysched.schemas import Plan, Profile
 
@@ -124,8 +125,8 @@ def parse_batch_size(text: str) -> int | None:
     """
     if text == "auto":
         return None
-    if not text.isascii() or not text.isdigit() or int(text) < 1:
-        raise UsageError(f"--batch-size: {text!r} is no number of rows; give 1 or more, or auto")
+    if not re.fullmatch("[0-9]{1,18}", text) or int(text) < 1:
+        raise UsageError(f"--batch-size: {short_repr(text)} is no number of rows; give 1 or more, or auto")
     return int(text)
 
 

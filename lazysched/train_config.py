@@ -30,6 +30,8 @@ PLANNED = (
     "host_memory",
 )  # fmt: skip
 """What a plan decides."""
+_RUNS_CODE = "trust_remote_code"
+"""The setting by which other tools run Python files that lie beside weights."""
 NEEDED = ("model", "data", "output_dir")
 
 
@@ -185,7 +187,7 @@ def read_config(path: Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "no text"
         raise UsageError(f"{path}: cannot be read ({reason}); name a YAML file of settings") from None
-    except (yaml.YAMLError, RecursionError) as error:
+    except (yaml.YAMLError, RecursionError, ValueError) as error:  # a date or an integer that there is not
         raise UsageError(f"{path}: not valid YAML ({' '.join(str(error).split())}); mend it") from None
     if not isinstance(read, dict):
         raise UsageError(f"{path}: holds no settings; write lines as learning_rate: 1e-5")
@@ -208,7 +210,9 @@ def _field_of(key: str, path: Path) -> str:
     name = ALIASES.get(spelled, spelled)
     if name not in TrainConfig.model_fields:
         known = [*TrainConfig.model_fields, *ALIASES]
-        near = difflib.get_close_matches(spelled, known, n=1)
+        if spelled == _RUNS_CODE:
+            raise UsageError(f"{path}: {key}: lazysched runs no code out of a model's folder; remove it")
+        near = difflib.get_close_matches(spelled, known, n=1, cutoff=0.7)
         remedy = f"did you mean {near[0]}?" if near else "remove it; `lazysched train --help` lists what there is"
         raise UsageError(f"{path}: {key}: unknown setting; {remedy}")
     return name

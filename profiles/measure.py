@@ -21,6 +21,7 @@ from lazysched.profiles.links import buffers_can_be_pinned, measure_copies
 from lazysched.profiles.pinning import measure_pinning
 from lazysched.profiles.stages import StageMeasurements, measure_stages
 from lazysched.profiles.updates import measure_updates
+from lazysched.runtime.arguments import choose_device
 from lazysched.runtime.engines import cpu_threads
 from lazysched.runtime.machine import (
     configure_allocator,
@@ -247,11 +248,7 @@ def chosen_device(device: str | None, pin_limit_bytes: int | None) -> torch.devi
     Raises:
         UsageError: one of them is wrong.
     """
-    if device not in {None, "cuda", "cpu"}:
-        raise UsageError(f"device: {device!r} is not known; use cuda or cpu")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise UsageError("device: 'cuda' is not available to this torch; use --device cpu")
-    chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    chosen = choose_device(device)
     if pin_limit_bytes is not None and pin_limit_bytes < 0:
         raise UsageError(f"pin_limit: {pin_limit_bytes} bytes is no limit; use 0 or more")
     if pin_limit_bytes is not None and chosen.type != "cuda":

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lazysched.errors import UsageError
+from lazysched.errors import UNREADABLE_JSON, UsageError
 from lazysched.optimizer_state import ALIGNMENT_BYTES
 from lazysched.schemas import BYTES_PER_ELEMENT, Dtype, Stage
 
@@ -256,7 +256,7 @@ def load_shape(path: str | Path, compute_dtype: Dtype) -> ModelShape:
         config = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UsageError(f"model: {file}: no such file; name a config.json, or a folder that has one") from None
-    except (OSError, ValueError) as error:
+    except UNREADABLE_JSON as error:
         reason = " ".join(str(error).split())
         raise UsageError(f"model: {file}: not valid JSON ({reason}); download it again") from None
     return shape_of(config, compute_dtype, f"model: {file}")

@@ -23,7 +23,15 @@ from lazysched.runtime.packed import PackedArguments, example_positions
 from lazysched.runtime.skeleton import build_skeleton, signature
 from lazysched.schemas import BYTES_PER_ELEMENT, Stage
 
-_VOLATILE_SETTINGS = {"transformers_version", "_name_or_path", "dtype", "torch_dtype", "architectures", "use_cache"}
+_VOLATILE_SETTINGS = {
+    "transformers_version",
+    "_name_or_path",
+    "dtype",
+    "torch_dtype",
+    "architectures",
+    "use_cache",
+    "auto_map",
+}
 
 
 class Architecture:

@@ -6,7 +6,14 @@ import math
 
 import torch
 
-from lazysched.errors import UsageError
+from lazysched.errors import UsageError, short_repr
+
+MAX_STEPS = 10**9
+"""Most steps, and most epochs, of a run: what is longer is a slip of the pen."""
+_ALLOWED = {
+    "warmup_ratio": "between 0 and 1", "learning_rate": "0 or more", "max_grad_norm": "0 or more",
+    "max_steps": f"from 1 to {MAX_STEPS}", "num_train_epochs": f"above 0, at most {MAX_STEPS}",
+}  # fmt: skip
 
 
 def check_numbers(
@@ -19,8 +26,8 @@ def check_numbers(
 ) -> None:
     """Refuse the first number of a run that is out of range."""
     wrong = {
-        "max_steps": max_steps is not None and max_steps < 1,
-        "num_train_epochs": not (math.isfinite(epochs) and epochs > 0),
+        "max_steps": max_steps is not None and not 1 <= max_steps <= MAX_STEPS,
+        "num_train_epochs": not 0 < epochs <= MAX_STEPS,
         "learning_rate": not (math.isfinite(learning_rate) and learning_rate >= 0),
         "warmup_ratio": not 0 <= warmup_ratio <= 1,
         "max_grad_norm": max_grad_norm is not None and not max_grad_norm >= 0,
@@ -28,10 +35,8 @@ def check_numbers(
     }
     values = dict(zip(wrong, (max_steps, epochs, learning_rate, warmup_ratio, max_grad_norm, logging), strict=True))
     for name in (name for name, is_wrong in wrong.items() if is_wrong):
-        allowed = {"warmup_ratio": "between 0 and 1", "learning_rate": "0 or more", "max_grad_norm": "0 or more"}.get(
-            name, "above 0"
-        )
-        raise UsageError(f"{name}: {values[name]} is out of range; give a number {allowed}")
+        allowed = _ALLOWED.get(name, "above 0")
+        raise UsageError(f"{name}: {short_repr(values[name])} is out of range; give a number {allowed}")
 
 
 def check_optimizer(beta1: float, beta2: float, epsilon: float, weight_decay: float) -> None:

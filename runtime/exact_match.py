@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from decimal import Decimal
 from itertools import islice
@@ -15,15 +16,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from transformers.utils import logging
 
 from lazysched.errors import RunError, UsageError
 from lazysched.runtime.arguments import choose_device
 from lazysched.runtime.data.formats import parse_rows
 from lazysched.runtime.data.row import Conversation, PlacedText, PlainText
 from lazysched.runtime.data.sources import resolve_data
+from lazysched.runtime.data.template import render
 from lazysched.runtime.data.tokenizer import load_tokenizer
 from lazysched.runtime.data.tokens import without_template
-from lazysched.runtime.sources import resolve_model
+from lazysched.runtime.sources import ModelSource, resolve_model
 
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 
@@ -96,11 +100,7 @@ def exact_match(
         raise UsageError(f"model: {model} has no weights; name a folder with safetensors files")
     tokenizer = load_tokenizer(source)
     rows = list(islice(_questions(data, data_format, tokenizer), max_rows))
-    # Imported here, since it loads the model classes of transformers.
-    from transformers import AutoModelForCausalLM
-
-    network: Any = AutoModelForCausalLM.from_pretrained(source.config_dir, dtype="auto")
-    network = network.to(target).eval()
+    network = _load(source).to(target).eval()
     order = sorted(range(len(rows)), key=lambda k: len(rows[k].prompt))  # little padding
     answers: dict[int, Answer] = {}
     for first in range(0, len(order), batch_size):
@@ -109,6 +109,48 @@ def exact_match(
         answers |= {k: rows[k].judged(text) for k, text in zip(batch, texts, strict=True)}
         report(len(answers), sum(answer.is_right for answer in answers.values()))
     return ExactMatch([answers[k] for k in range(len(rows))])
+
+
+def _load(source: ModelSource) -> Any:
+    """The model in transformers' own form, all of its weights from the folder."""
+    # Imported here, since it loads the model classes of transformers.
+    from transformers import AutoModelForCausalLM
+
+    folder = source.config_dir
+    try:
+        with _quiet_transformers():
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                folder, dtype="auto", use_safetensors=True, trust_remote_code=False, output_loading_info=True,
+                ignore_mismatched_sizes=True,
+            )  # fmt: skip
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, SafetensorError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise UsageError(f"{folder}: transformers cannot load it ({reason}); download it again") from None
+    network, found = loaded
+    # transformers would draw at random what is not there.
+    for name, *shapes in sorted(found["mismatched_keys"]):
+        stored, wanted = (tuple(shape) for shape in shapes)
+        raise UsageError(
+            f"{folder}: {name}: shape {stored} does not fit {wanted}, which config.json asks for; use the config.json "
+            f"of these weights"
+        )
+    for name in sorted(found["missing_keys"]):
+        raise UsageError(f"{folder}: {name}: missing; use the weights that belong to this config.json")
+    return network
+
+
+@contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    """No bar and no report: what is wrong becomes one line."""
+    shows_bars, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if shows_bars:
+            logging.enable_progress_bar()
 
 
 @dataclass(frozen=True)
@@ -136,9 +178,7 @@ def _question(row: PlacedText, tokenizer: Any) -> _Question:
         raise _nothing_asked(row)
     if isinstance(text, Conversation) and is_templated:
         reference = str(text.messages[-1]["content"])
-        prompt = tokenizer.apply_chat_template(
-            list(text.messages[:-1]), tools=list(text.tools) or None, tokenize=False, add_generation_prompt=True
-        )
+        prompt = render(tokenizer, text.messages[:-1], text.tools, row.place, generate=True)
     else:
         plain = without_template(text, row.place) if isinstance(text, Conversation) else text
         if not isinstance(plain, PlainText) or not plain.prompt:

@@ -16,7 +16,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from lazysched.errors import RunError
+from lazysched.errors import UNREADABLE_JSON, RunError
 
 MANIFEST = "lazysched.json"
 """Lists what we wrote into a folder: only such a folder, with nothing of others in it, is ever replaced."""
@@ -79,7 +79,7 @@ def _listed(manifest: Path) -> set[str]:
     try:
         files = json.loads(manifest.read_text(encoding="utf-8"))["files"]
         return {manifest.name, *(str(name) for name in files)}
-    except (OSError, ValueError, KeyError, TypeError):
+    except (*UNREADABLE_JSON, KeyError, TypeError):
         return set()
 
 

@@ -56,8 +56,9 @@ def _load(path: Path, beside: Path) -> Any:
         # Newer versions may keep the weights packed in GGUF blocks unless told otherwise.
         options["quantization_config"] = transformers.GgufConfig(dequantize=True)
     try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
-        model = transformers.AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, **options)
+        named: dict[str, Any] = {"gguf_file": path.name, "trust_remote_code": False}
+        tokenizer = transformers.AutoTokenizer.from_pretrained(path.parent, **named)
+        model = transformers.AutoModelForCausalLM.from_pretrained(path.parent, **named, **options)
     except (OSError, ValueError, KeyError, IndexError, OverflowError, struct.error) as error:
         reason = " ".join(str(error).split())[:300]
         raise UsageError(

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from lazysched.errors import UsageError
+from lazysched.errors import UNREADABLE_JSON, UsageError
 from lazysched.runtime.checkpoint_folders import STATE_PREFIX, check_checkpoint, checkpoint_steps
 from lazysched.runtime.folders import STATE_FILE
 from lazysched.runtime.loop import LOG_FILE, History, StepRow
@@ -84,10 +84,10 @@ def _newest(output_dir: Path, console: Console) -> Checkpoint:
 def _load(path: Path) -> Checkpoint:
     manifest = check_checkpoint(path)
     state = TrainingState.load(path / STATE_FILE)
-    lines = (path / LOG_FILE).read_text(encoding="utf-8").splitlines() if LOG_FILE in manifest.files else []
     try:
+        lines = (path / LOG_FILE).read_text(encoding="utf-8").splitlines() if LOG_FILE in manifest.files else []
         rows = [StepRow(**json.loads(line)) for line in lines]
-    except (ValueError, TypeError) as error:
+    except (*UNREADABLE_JSON, TypeError) as error:
         raise UsageError(f"{path / LOG_FILE}: holds a row that is no step ({error}); use another checkpoint") from None
     if [row.step for row in rows] != [*range(state.step)]:
         raise UsageError(f"{path / LOG_FILE}: has {len(rows)} rows of {state.step} steps; use another checkpoint")

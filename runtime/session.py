@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
@@ -16,7 +17,7 @@ from lazysched.lower import lower
 from lazysched.runtime.buffers import Buffers
 from lazysched.runtime.engines import cpu_threads
 from lazysched.runtime.executor import Executor
-from lazysched.runtime.flat import flat_views
+from lazysched.runtime.flat import aligned, flat_views
 from lazysched.runtime.hybrid8 import SMALLEST_EPSILON
 from lazysched.runtime.machine import claim, hold_to_budget
 from lazysched.runtime.model import Model
@@ -218,6 +219,12 @@ def _build_forms(layout: Layout, model: Model) -> None:
         if stage.is_block and variant.compiled and variant.budget is None:
             raise UsageError(f"{where} is compiled but has no budget; profile and solve again")
         if stage.is_block:
+            input_bytes = aligned(math.prod(model.calls.hidden_shape) * model.dtype.itemsize)
+            if variant.saved["input"] != input_bytes:
+                raise UsageError(
+                    f"{where} was measured with {variant.saved['input']} bytes of input, a micro-batch of this plan "
+                    f"has {input_bytes}; profile and solve again"
+                )
             model.form(stage, variant)
         elif variant.compiled and stage is layout.head:
             model.compile_loss(layout.plan.loss_chunk_tokens)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,13 +22,30 @@ def build_skeleton(config: PretrainedConfig) -> PreTrainedModel:
     try:
         with _parameters_on_meta():
             model = AutoModelForCausalLM.from_config(config)
-    except (ValueError, KeyError, TypeError, ImportError, AssertionError, ZeroDivisionError, RuntimeError) as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
+    except Exception as error:  # nonsense in a setting fails anywhere in transformers, in any way
         raise UsageError(
-            f"model: {config.model_type!r} cannot be built ({reason}); use a valid decoder-only model"
+            f"model: {config.model_type!r} cannot be built ({_reason(error, config)}); use a valid decoder-only model"
         ) from None
     _refuse_dropout(model)
     return model.eval()  # type: ignore[no-any-return]
+
+
+def _reason(error: Exception, config: PretrainedConfig) -> str:
+    if isinstance(error, KeyError) and error.args:  # a name that transformers looked up, as that of an activation
+        field = _field_with(error.args[0], config.to_dict())
+        return f"{field}: {error} is not known to transformers" if field else f"{error} was not found"
+    return (str(error).splitlines() or [type(error).__name__])[0][:200]
+
+
+def _field_with(value: object, settings: Mapping[str, Any]) -> str | None:
+    """The first setting that is ``value``, those within others by dots."""
+    for name, found in settings.items():
+        if found == value:
+            return name
+        inner = _field_with(value, found) if isinstance(found, dict) else None
+        if inner is not None:
+            return f"{name}.{inner}"
+    return None
 
 
 @contextmanager

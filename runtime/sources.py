@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HFValidationError, StrictDataclassError
+from huggingface_hub.errors import HFValidationError
 from transformers import AutoConfig, PretrainedConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from lazysched.errors import UsageError
+from lazysched.errors import UNREADABLE_JSON, UsageError, short_repr
 from lazysched.runtime.tensor_reader import open_safetensors
 
 _INDEX = "model.safetensors.index.json"
@@ -20,6 +23,13 @@ _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "
 _DOWNLOADED = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken")
 _NOT_DOWNLOADED = ("*/*", "consolidated*")
 """Sub-folders and ``consolidated*`` hold the same weights once more in other formats."""
+_SIZES = (
+    "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size",
+    "n_embd", "n_layer", "n_head",
+)  # fmt: skip
+MAX_SIZE = 10**8
+"""Far beyond any model's rows, columns or blocks."""
+_MEND = "mend it or download it again"
 
 
 @dataclass(frozen=True)
@@ -113,19 +123,39 @@ def _from_hub(name: str) -> ModelSource:
 def _load_config(path: Path) -> PretrainedConfig:
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except UNREADABLE_JSON as error:
         raise UsageError(f"{path}: not valid JSON ({_one_line(error)}); download it again") from None
     if not isinstance(raw, dict) or not isinstance(raw.get("model_type"), str):
         # transformers would guess the type from the name of the folder.
         raise UsageError(f"{path}: model_type: missing; name the config.json of a Hugging Face model")
+    if "auto_map" in raw and raw["model_type"] not in CONFIG_MAPPING:
+        raise UsageError(
+            f"{path}: auto_map: names code beside the weights, which lazysched never runs, and transformers itself has "
+            f"no model_type {raw['model_type']!r}; use a model that transformers knows"
+        )
+    _check_sizes(path, raw)
     try:
         config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, ZeroDivisionError, StrictDataclassError) as error:
-        raise UsageError(
-            f"{path}: transformers cannot read this configuration ({_one_line(error)}); mend it or download it again"
-        ) from None
+    except Exception as error:  # nonsense in a setting fails anywhere in transformers, in any way
+        raise UsageError(f"{path}: transformers cannot read this configuration ({_one_line(error)}); {_MEND}") from None
     assert isinstance(config, PretrainedConfig)
     return config
+
+
+def _check_sizes(path: Path, raw: Mapping[str, Any]) -> None:
+    """Refuse sizes that no model has, with which transformers builds modules that fail later."""
+    inner = raw.get("text_config")
+    for settings in (raw, inner if isinstance(inner, dict) else {}):
+        for name in _SIZES:
+            value = settings.get(name)
+            # Some models list a size for each block, and null stands for a default.
+            if not isinstance(value, list | None) and (type(value) is not int or not 1 <= value <= MAX_SIZE):
+                raise UsageError(f"{path}: {name}: {short_repr(value)}, give a number from 1 to {MAX_SIZE}; {_MEND}")
+        heads, groups = settings.get("num_attention_heads"), settings.get("num_key_value_heads")
+        if isinstance(heads, int) and isinstance(groups, int) and heads % groups:
+            raise UsageError(
+                f"{path}: num_key_value_heads: {groups} do not divide the {heads} attention heads; {_MEND}"
+            )
 
 
 def _weight_files(folder: Path) -> dict[str, Path]:
@@ -142,7 +172,7 @@ def _indexed_files(index: Path) -> dict[str, Path]:
     try:
         weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         wanted = {str(name): index.parent / file for name, file in weight_map.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (*UNREADABLE_JSON, KeyError, TypeError, AttributeError) as error:
         raise UsageError(f"{index}: not a safetensors index ({_one_line(error)}); download it again") from None
     for path in sorted(set(wanted.values())):
         if path.parent != index.parent or path.name == "..":

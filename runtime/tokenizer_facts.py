@@ -5,11 +5,11 @@ from __future__ import annotations
 from itertools import takewhile
 from typing import Any
 
-from transformers import AutoTokenizer
-
 from lazysched.doctor.facts import TokenizerFacts
 from lazysched.errors import UsageError
 from lazysched.runtime.data.row import Conversation, Message, PlacedText, PlainText
+from lazysched.runtime.data.template import render
+from lazysched.runtime.data.tokenizer import load_tokenizer
 from lazysched.runtime.data.tokens import Encoder
 from lazysched.runtime.sources import ModelSource, resolve_model
 
@@ -24,21 +24,18 @@ def tokenizer_facts(folder: str) -> TokenizerFacts:
     """
     try:
         source = resolve_model(folder)
-        if not source.has_tokenizer:
-            raise UsageError(f"{folder}: it holds no tokenizer; add the tokenizer's files")
-        return _facts(AutoTokenizer.from_pretrained(folder), source)
+        return _facts(load_tokenizer(source), source)
     except UsageError as error:
         return TokenizerFacts(problem=str(error))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        return TokenizerFacts(problem=f"{folder}: its tokenizer cannot be read ({error}); download its files again")
 
 
 def _facts(tokenizer: Any, source: ModelSource) -> TokenizerFacts:
     bos, bos_id = tokenizer.bos_token, tokenizer.bos_token_id
     has_template = bool(tokenizer.chat_template)
+    where = str(source.config_dir)
     text = Conversation(_MESSAGES) if has_template else PlainText("2 + 3?", "5")
-    (row,) = Encoder(tokenizer).encode([PlacedText(str(source.config_dir), text)])
-    rendered = str(tokenizer.apply_chat_template(list(_MESSAGES), tokenize=False)) if has_template else ""
+    (row,) = Encoder(tokenizer).encode([PlacedText(where, text)])
+    rendered = render(tokenizer, _MESSAGES, (), where, generate=False) if has_template else ""
     alone = tokenizer("5", add_special_tokens=True)["input_ids"]
     return TokenizerFacts(
         problem=None, has_template=has_template, bos=bos,

@@ -91,7 +91,7 @@ def _stage_ids(text: str, kind: str, where: str | None, stages: Sequence[Stage])
         return [kind]
     if where is None:
         return blocks
-    if re.fullmatch(r"\s*-?\d+\s*", where):
+    if re.fullmatch(r"\s*-?[0-9]{1,18}\s*", where):
         index = int(where)
         chosen = blocks[index : index + 1 or None]
     else:

@@ -11,7 +11,7 @@ from typing import Any, Literal, Self
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from lazysched.errors import UsageError
+from lazysched.errors import UsageError, short_repr
 
 Tier = Literal["gpu", "host", "nvme"]
 """Where bytes live. On a machine without a GPU the tier ``gpu`` is the memory that computes."""
@@ -129,5 +129,9 @@ def first_problem(error: ValidationError) -> str:
     if problem["type"] == "missing":
         return f"{where}: missing; add it or make the file again{more}"
     message = problem["msg"].removeprefix("Value error, ")
-    shown = "" if isinstance(problem["input"], dict | list) else f" is {problem['input']!r}:"
-    return f"{where}:{shown} {message}{more}" if where else f"{message}{more}"
+    if not where:
+        return f"{message}{more}"
+    # What a validator of ours says of a whole object tells what is wrong with it.
+    is_ours = problem["type"] == "value_error" and isinstance(problem["input"], dict | list)
+    shown = "" if is_ours else f" is {short_repr(problem['input'])}:"
+    return f"{where}:{shown} {message}{more}"

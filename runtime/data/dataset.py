@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _KEY_CHARACTERS = 32
+MAX_DROPPED_SHARE = 0.5
+"""Where more rows than these have nothing to train, length or format are wrong, and what is left are other data."""
 
 
 @dataclass(frozen=True)
@@ -195,9 +197,15 @@ def _encoded(
             num_untrained += bool(flags & UNTRAINED)
             num_kept += not flags & (TOO_LONG | UNTRAINED)
             yield ids, labels, flags
-    if not num_kept:
+    num_dropped = num_too_long + num_untrained
+    if num_dropped > MAX_DROPPED_SHARE * (num_kept + num_dropped):
+        which = (
+            f"labels of {num_dropped} of {num_kept + num_dropped} rows are masked"
+            if num_kept
+            else "all labels are masked"
+        )
         raise UsageError(
-            f"{data}: all labels are masked: {num_too_long} rows have their answer beyond {seq_len} tokens, "
+            f"{data}: {which}: {num_too_long} rows have their answer beyond {seq_len} tokens, "
             f"{num_untrained} have none; profile and solve with a larger --seq-len, or check the format"
         )
 

@@ -13,7 +13,7 @@ import hashlib
 import numpy as np
 import numpy.typing as npt
 
-from lazysched.errors import UsageError
+from lazysched.errors import UsageError, short_repr
 
 Indices = npt.NDArray[np.int64]
 _ROUNDS = 8
@@ -24,14 +24,19 @@ _MIX = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 _SHIFTS = (np.uint64(30), np.uint64(27), np.uint64(31))
 
 
+MAX_SEED = 2**63 - 1
+
+
 def checked_seed(seed: int) -> int:
     """``seed``.
 
     Raises:
-        UsageError: it is negative.
+        UsageError: it is negative, or longer than generators take.
     """
-    if seed < 0:
-        raise UsageError(f"seed: {seed} is negative; give 0 or more")
+    if not 0 <= seed <= MAX_SEED:
+        raise UsageError(
+            f"seed: {short_repr(seed)} is {'negative' if seed < 0 else 'too large'}; give one from 0 to {MAX_SEED}"
+        )
     return seed
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lazysched.errors import UsageError
+from lazysched.errors import UNREADABLE_JSON, UsageError
 from lazysched.runtime.data.formats import RowFormat, asked, read_history, with_system
 from lazysched.runtime.data.messages import Tags, read_messages
 from lazysched.runtime.data.row import Conversation, PlainText, Row, TrainingText
@@ -61,7 +61,7 @@ def read_entries(registry: Path, names: list[str]) -> list[Entry]:
     """
     try:
         known = json.loads(registry.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except UNREADABLE_JSON as error:
         raise UsageError(f"{registry}: not valid JSON ({' '.join(str(error).split())}); mend it") from None
     if not isinstance(known, dict):
         raise UsageError(f"{registry}: a {type(known).__name__}, not an object; write {{'name': {{...}}}}")

@@ -94,10 +94,16 @@ def _digest(path: Path) -> str:
 def _of_entry(entry: Entry) -> list[Source]:
     fields = entry.fields
     if hub := fields.get("hf_hub_url"):
+        if not isinstance(hub, str) or not _HUB_NAME.fullmatch(hub):
+            raise UsageError(f"{entry.where}: hf_hub_url: {hub!r} is no name on the hub; write owner/name")
         return [_hub(hub, fields.get("subset"), fields.get("split", "train"), fields.get("folder"), entry.row_format)]
     name = fields.get("file_name")
     if not isinstance(name, str):
         raise UsageError(f"{entry.where}: file_name: missing; name a file, or a dataset with hf_hub_url")
+    if Path(name).is_absolute() or ".." in Path(name).parts or "\0" in name:
+        raise UsageError(
+            f"{entry.where}: file_name: {name!r} leads out of {entry.folder}; put the file, or a link, there"
+        )
     path = entry.folder / name
     if path.is_dir():
         files = sorted(file for file in path.iterdir() if file.suffix.lower() in SUFFIXES)

@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from lazysched.errors import UsageError
+from lazysched.errors import UNREADABLE_JSON, UsageError
 from lazysched.runtime.data.formats import IGNORED
 from lazysched.runtime.folders import new_folder
 
@@ -181,7 +181,7 @@ def open_rows(folder: Path) -> TokenStore | None:
         if not isinstance(digests, dict) or digests != {name: _digest(folder / name) for name in _DTYPES}:
             return None
         return _store({name: _mapped(folder / name, dtype) for name, dtype in _DTYPES.items()}, digests)
-    except (OSError, ValueError):
+    except UNREADABLE_JSON:
         return None
 
 

@@ -27,8 +27,8 @@ def load_tokenizer(source: ModelSource) -> Any:
     if not source.has_tokenizer:
         raise UsageError(f"model: {folder} has no tokenizer; put the tokenizer's files beside config.json")
     try:
-        return AutoTokenizer.from_pretrained(folder)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except Exception as error:  # the tokenizers package raises plain Exception for a file that it cannot read
         reason = " ".join(str(error).split())[:200]
         raise UsageError(f"{folder}: its tokenizer cannot be read ({reason}); download its files again") from None
 

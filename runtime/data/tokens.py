@@ -12,13 +12,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import jinja2
 import numpy as np
 import numpy.typing as npt
 
 from lazysched.errors import UsageError
 from lazysched.runtime.data.formats import IGNORED
 from lazysched.runtime.data.row import Conversation, Message, PlacedText, PlainText, TokenIds
+from lazysched.runtime.data.template import render
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -109,10 +109,10 @@ class Encoder:
     def _render_template(self, conversation: Conversation, where: str) -> _Rendered:
         messages = conversation.messages
 
-        def render(count: int, *, prompt: bool) -> str:
-            return self._apply(messages[:count], conversation.tools, where, add_generation_prompt=prompt)
+        def through(count: int, *, prompt: bool) -> str:
+            return render(self._tokenizer, messages[:count], conversation.tools, where, generate=prompt)
 
-        whole = render(len(messages), prompt=False)
+        whole = through(len(messages), prompt=False)
         self._check_tools(conversation, whole, where)
         turns = []
         for index in range(conversation.first_trained, len(messages)):
@@ -120,8 +120,8 @@ class Encoder:
                 continue
             if index == 0:
                 raise UsageError(f"{where}: the first message is the assistant's; put the user's message before it")
-            through = whole if index + 1 == len(messages) else render(index + 1, prompt=False)
-            turn = self._checked_turn(render(index, prompt=True), through, whole, f"{where}, message {index + 1}")
+            end = whole if index + 1 == len(messages) else through(index + 1, prompt=False)
+            turn = self._checked_turn(through(index, prompt=True), end, whole, f"{where}, message {index + 1}")
             _check_calls(messages[index], turn, f"{where}, message {index + 1}")
             turns.append(turn)
         return _Rendered(whole, tuple(turns), is_templated=True)
@@ -130,7 +130,7 @@ class Encoder:
         """Refuse a template that says nothing of tools: the model would learn to call what it was never told of."""
         if not conversation.tools or self._tools_are_shown:
             return
-        if self._apply(conversation.messages, (), where, add_generation_prompt=False) == whole:
+        if render(self._tokenizer, conversation.messages, (), where, generate=False) == whole:
             raise UsageError(
                 f"{where}: tools: the chat template leaves them out; use a chat_template that knows tools, or drop "
                 f"the column"
@@ -147,20 +147,6 @@ class Encoder:
                 f"assistant's turns cannot be told apart; use another chat_template, or prompt/completion rows"
             )
         return _Turn(prompt, through)
-
-    def _apply(
-        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], where: str, *, add_generation_prompt: bool
-    ) -> str:
-        try:
-            return str(
-                self._tokenizer.apply_chat_template(
-                    list(messages), tools=list(tools) or None, tokenize=False,
-                    add_generation_prompt=add_generation_prompt,
-                )
-            )  # fmt: skip
-        except jinja2.TemplateError as error:
-            reason = " ".join(str(error).split())
-            raise UsageError(f"{where}: the chat template refuses it ({reason}); change the row") from None
 
     def _token_ids(self, rows: Sequence[_Rendered | TokenRow], templated: bool) -> dict[str, TokenArray]:
         """Tokens of every text that the rows of one kind need."""

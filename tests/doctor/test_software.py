@@ -238,7 +238,7 @@ class TestTokenizer:
         for file in made.glob("*token*"):
             file.unlink()
         (made / "chat_template.jinja").unlink(missing_ok=True)
-        assert "holds no tokenizer; add" in (tokenizer_facts(str(made)).problem or "")
+        assert "has no tokenizer; put" in (tokenizer_facts(str(made)).problem or "")
         (made / "config.json").write_text("{")
         assert tokenizer_facts(str(made)).problem
 

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -14,49 +11,19 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from lazysched.cli import main
-from tests.end_to_end.tiny_folder import make_data, make_model
-
-
-@dataclass(frozen=True)
-class Files:
-    """A model with its profile and plan, and data that fit."""
-
-    model: Path
-    profile: Path
-    plan: Path
-    data: Path
-    output: Path
+from tests.bad_input.files import Files, edit, prepare
+from tests.end_to_end.tiny_folder import make_model
 
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> Files:
-    folder = tmp_path_factory.mktemp("prepared")
-    files = Files(
-        folder / "model", folder / "profile.json", folder / "plan.json", folder / "data.jsonl", folder / "out"
-    )
-    make_model(files.model)
-    make_data(files.data)
-    profile = ["profile", str(files.model), "--device", "cpu", "--seq-len", "24", "--micro-batch", "2"]
-    assert main([*profile, "-o", str(files.profile)]) == 0
-    assert main(["solve", str(files.profile), "--batch-size", "4", "-o", str(files.plan)]) == 0
-    return files
+    return prepare(tmp_path_factory.mktemp("prepared"))
 
 
 @pytest.fixture
 def files(prepared: Files, tmp_path: Path) -> Files:
     """Copies that a test may spoil."""
-    model = tmp_path / "model"
-    model.mkdir()
-    for path in prepared.model.iterdir():
-        (model / path.name).write_bytes(path.read_bytes())
-    copies = Files(model, tmp_path / "profile.json", tmp_path / "plan.json", tmp_path / "data.jsonl", tmp_path / "out")
-    for source, target in [
-        (prepared.profile, copies.profile),
-        (prepared.plan, copies.plan),
-        (prepared.data, copies.data),
-    ]:
-        target.write_bytes(source.read_bytes())
-    return copies
+    return prepared.copied_to(tmp_path / "copies")
 
 
 def train(files: Files, *extra: str) -> int:
@@ -64,12 +31,6 @@ def train(files: Files, *extra: str) -> int:
         ["train", "--plan", str(files.plan), "--model", str(files.model), "--data", str(files.data), "--output-dir",
          str(files.output), "--device", "cpu", "--max-steps", "4", *extra]
     )  # fmt: skip
-
-
-def edit(path: Path, change: Callable[[dict], None]) -> None:
-    document = json.loads(path.read_text())
-    change(document)
-    path.write_text(json.dumps(document))
 
 
 def one_line(capsys: pytest.CaptureFixture[str]) -> str:
@@ -232,10 +193,10 @@ def test_clipping_with_a_plan_that_updates_before_the_norm_is_known(
     assert train(files) == 0
 
 
-def test_weights_that_are_not_finite_stop_the_run(files: Files, capsys: pytest.CaptureFixture[str]) -> None:
+def test_losses_that_are_not_finite_stop_the_run(files: Files, capsys: pytest.CaptureFixture[str]) -> None:
     path = files.model / "model.safetensors"
     tensors = load_file(path)
-    tensors["model.norm.weight"] = torch.full_like(tensors["model.norm.weight"], float("nan"))
+    tensors["model.norm.weight"] = torch.full_like(tensors["model.norm.weight"], 1e38)  # finite, logits are not
     save_file(tensors, path, metadata={"format": "pt"})
     assert train(files) == 1
     assert "3 steps in a row, last in head" in one_line(capsys)

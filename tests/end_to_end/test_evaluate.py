@@ -41,6 +41,10 @@ def data(tmp_path: Path) -> Path:
     return path
 
 
+WHOLE: dict[str, set[str]] = {"missing_keys": set(), "mismatched_keys": set()}
+"""What transformers says of a folder where nothing is missing."""
+
+
 class Network:
     """Stands in for the model: answers with the tokens of its texts, and keeps what it was asked."""
 
@@ -66,7 +70,7 @@ def test_questions_end_where_the_answer_begins_and_are_padded_on_the_left(
 ) -> None:
     tokenizer = AutoTokenizer.from_pretrained(model)
     network = Network([[5], [6, 7], [8]])
-    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_, **__: network)
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_, **__: (network, WHOLE))
     seen: list[tuple[int, int]] = []
     found = exact_match(str(model), str(data), batch_size=2, report=lambda *counts: seen.append(counts))
     assert [answer.expected for answer in found.answers] == ["3", "1024.0", "-6"]
@@ -90,7 +94,7 @@ def test_numbers_not_texts_are_compared(
     model: Path, data: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     texts = ["it is 1024", "3 it is, not 4", "so -6.00 in all"]  # in order of length of the questions
-    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_, **__: Network([]))
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_, **__: (Network([]), WHOLE))
     monkeypatch.setattr(module, "_generate", lambda *args: [texts.pop(0) for _ in args[2]])
     found = exact_match(str(model), str(data))
     assert [answer.is_right for answer in found.answers] == [False, True, True]

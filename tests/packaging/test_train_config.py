@@ -84,7 +84,7 @@ def test_transformers_say_true_for_the_newest_checkpoint(run: Calls) -> None:
         ("warmup_ratio: 2", "c.yaml: warmup_ratio: is 2: Input should be less than or equal to 1"),
         ("lr_scheduler_type: step", "c.yaml: lr_scheduler_type: is 'step': Input should be 'linear', 'cosine' or"),
         ("optimizer: {name: adamw}", "c.yaml: optimizer: unknown setting"),
-        ("eval_data: [a, b]", "c.yaml: eval_data: Input should be a valid string"),
+        ("eval_data: [a, b]", "c.yaml: eval_data: is a list: Input should be a valid string"),
         ("- a\n- b", "c.yaml: holds no settings; write lines as learning_rate: 1e-5"),
         ("a: [", "c.yaml: not valid YAML"),
     ],
