@@ -16,7 +16,7 @@ from rich.console import Console
 from lazysched.errors import RunError, UsageError
 
 if TYPE_CHECKING:
-    from lazysched.runtime.train import TrainResult
+    from lazysched.runtime.train_result import TrainResult
 
 # Sized so that everything after the install takes about two minutes on 2 CPU cores.
 SEQ_LEN = 256

@@ -9,7 +9,7 @@ from rich.table import Table
 from lazysched.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from lazysched.runtime.train import TrainResult
+    from lazysched.runtime.train_result import TrainResult
 
 NOT_MEASURED = "not measured"
 

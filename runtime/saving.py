@@ -11,12 +11,14 @@ from pathlib import Path
 from rich.console import Console
 
 from lazysched.errors import LazyschedError, RunError, UsageError
+from lazysched.lines import warn
 from lazysched.runtime import checkpoint_folders
 from lazysched.runtime.checkpoint import MAX_SHARD_BYTES, write_model, write_shards
 from lazysched.runtime.folders import STATE_FILE
-from lazysched.runtime.loop import LOG_FILE, History
+from lazysched.runtime.loop import History
 from lazysched.runtime.session import Session
 from lazysched.runtime.training_state import TrainingState
+from lazysched.step_rows import LOG_FILE
 from lazysched.units import format_bytes
 
 
@@ -105,15 +107,12 @@ class Checkpoints:
             self._last_step = step
         except (OSError, LazyschedError) as error:
             kept = f"{self.last} is kept" if self.last else "there is no earlier one"
-            self._warn(f"checkpoint-{step}: not saved ({_reason(error)}); {kept}, and the run goes on")
+            warn(self._console, f"checkpoint-{step}: not saved ({_reason(error)}); {kept}, and the run goes on")
             return
         try:
             checkpoint_folders.prune(self._folder, step, policy.save_total_limit, policy.save_state_limit)
         except (OSError, LazyschedError) as error:
-            self._warn(f"checkpoints before {self.last}: not pruned ({_reason(error)}); the run goes on")
-
-    def _warn(self, text: str) -> None:
-        self._console.print(f"warning: {text}", style="yellow", soft_wrap=True, markup=False)
+            warn(self._console, f"checkpoints before {self.last}: not pruned ({_reason(error)}); the run goes on")
 
     def _check(self, history: History) -> None:
         row = history.rows[-1]

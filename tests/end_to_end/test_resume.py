@@ -20,10 +20,10 @@ from lazysched.cli import main
 from lazysched.errors import UsageError
 from lazysched.runtime import checkpoint_folders
 from lazysched.runtime.checkpoint_folders import check_checkpoint, checkpoint_steps
-from lazysched.runtime.loop import StepRow
 from lazysched.runtime.progress import ProgressReport
 from lazysched.runtime.resuming import choose_checkpoint
 from lazysched.schemas import Dtype, Plan, StateFormat, Tier
+from lazysched.step_rows import StepRow
 from tests.end_to_end.small_runs import SmallRun, log_of, weights_of
 from tests.end_to_end.test_bad_input import one_line
 from tests.end_to_end.tiny_folder import make_model
@@ -282,7 +282,7 @@ def test_a_signal_finishes_the_step_saves_and_the_run_goes_on_from_there(
     captured = capsys.readouterr()
     assert "finishing the step, then saving; a second one ends at once" in captured.out
     assert captured.err.strip().endswith(f"after step 2; go on from {tmp_path / 'out' / 'checkpoint-2'} with --resume")
-    assert [path.name for path in (tmp_path / "out").iterdir()] == ["checkpoint-2"]
+    assert sorted(os.listdir(tmp_path / "out")) == ["checkpoint-2", "log.jsonl"]
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
     assert main(command(run, plan, tmp_path, "--resume")) == 0
     assert weights_of(tmp_path / "out") == weights_of(whole)
@@ -295,7 +295,7 @@ def test_a_second_ctrl_c_ends_at_once(
     signal_at(monkeypatch, 2, signal.SIGINT, signal.SIGINT)
     assert main(command(run, plan, tmp_path)) == 130
     assert one_line(capsys) == "error: interrupted"
-    assert not (tmp_path / "out").exists()
+    assert os.listdir(tmp_path / "out") == ["log.jsonl"]
 
 
 def test_a_signal_while_a_due_checkpoint_is_saved_saves_it_once(
@@ -310,5 +310,5 @@ def test_a_signal_while_a_due_checkpoint_is_saved_saves_it_once(
 
     monkeypatch.setattr(checkpoint_folders, "sync", sync)
     assert main(command(run, plan, tmp_path, "--save-steps", "3")) == 143
-    assert [path.name for path in (tmp_path / "out").iterdir()] == ["checkpoint-3"]
+    assert sorted(os.listdir(tmp_path / "out")) == ["checkpoint-3", "log.jsonl"]
     assert len([path for path in synced if path.name == "training_state.json"]) == 1
