@@ -10,7 +10,9 @@ from rich.console import Console
 from rich.table import Table
 
 from lazysched import data_commands
+from lazysched.lines import say
 from lazysched.own_plan import make_plan
+from lazysched.report_command import end_report
 from lazysched.schemas import Plan
 from lazysched.train_config import TrainConfig, resolve
 from lazysched.units import format_bytes
@@ -112,7 +114,8 @@ def train(
 
     result = run(schedule, **arguments, console=console)
     console.print(comparison_table(result, "training"))
-    console.print(f"trained model: {result.output_dir}", highlight=False, markup=False, soft_wrap=True)
+    say(console, f"trained model: {result.output_dir}")
+    end_report(result.output_dir, console)
 
 
 def _is_given(context: typer.Context, name: str) -> bool:

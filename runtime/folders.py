@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from lazysched.errors import RunError
+from lazysched.schemas.run import REPORT_FILE, REPORT_HEAD
 from lazysched.step_rows import LOG_HEAD
 
 MANIFEST = "lazysched.json"
@@ -25,7 +26,7 @@ MANIFEST = "lazysched.json"
 STATE_FILE = "training_state.json"
 """The first file that is written into a checkpoint and the last that is removed: by it ours are told from others'."""
 _CHECKPOINT = re.compile(r"(tmp-)?checkpoint-\d+")
-_OWN_HEADS = {re.compile(r"log(\.\d+)?\.jsonl(\.tmp)?"): LOG_HEAD}
+_OWN_HEADS = {re.compile(r"log(\.\d+)?\.jsonl(\.tmp)?"): LOG_HEAD, re.compile(re.escape(REPORT_FILE)): REPORT_HEAD}
 """Name of a file that a run puts there beside its result -> how it begins."""
 
 
@@ -73,7 +74,7 @@ def is_checkpoint(entry: Path) -> bool:
 
 
 def is_own_file(entry: Path) -> bool:
-    """Whether ``entry`` is a log of a run, though perhaps cut while it was written."""
+    """Whether ``entry`` is a log or the report of a run, though perhaps cut while it was written."""
     head = next((text.encode() for name, text in _OWN_HEADS.items() if name.fullmatch(entry.name)), None)
     if head is None or entry.is_symlink() or not entry.is_file():
         return False

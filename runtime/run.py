@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 
 import torch
@@ -32,8 +34,10 @@ from lazysched.runtime.train_result import TrainResult
 from lazysched.runtime.training_state import TrainingState, Value
 from lazysched.schemas import Plan, Program
 from lazysched.schemas.recording import RECORDING_FILE
+from lazysched.schemas.run import RUN_FILE
+from lazysched.schemas.run import Run as RunRecord
 from lazysched.step_rows import LOG_FILE, StepRow
-from lazysched.timeline import Interval, timed_steps
+from lazysched.timeline import Interval, last_two_steps, timed_steps
 from lazysched.train_config import ReporterName
 
 
@@ -95,14 +99,14 @@ class Run:
                 self._fill(session)
                 with self._reporters() as reporters:
                     before, after = self._train_and_evaluate(session, checkpoints, reporters)
-                peak_bytes = memory.peaks(session)
                 self.program, self.intervals = session.program, self.recorder.intervals()
-                self._export(session, checkpoints)
+                result = self._result(memory.peaks(session), memory.predicted(), before, after)
+                self._export(session, checkpoints, result)
         except (torch.OutOfMemoryError, torch.AcceleratorError) as error:  # the allocator's, and the driver's own
             if "out of memory" not in str(error):
                 raise
             raise out_of_memory(self.plan, error) from None
-        return self._result(peak_bytes, memory.predicted(), before, after)
+        return result
 
     def _open(self) -> Session:
         machine.configure_allocator(self.device)
@@ -135,10 +139,13 @@ class Run:
         with TensorReader(self.inputs.source.weight_files) as reader:
             session.load(reader.read_into, reader.dtype)
 
+    @property
+    def _settings(self) -> dict[str, Value]:
+        return self.origin.fixed | self.origin.arguments
+
     def _reporters(self) -> Reporters:
-        arguments = {"model_id": self.plan.model_id} | self.origin.fixed | self.origin.arguments
         return Reporters(
-            self.report_to, self.folder, arguments, num_done=self.history.num_done,
+            self.report_to, self.folder, self._settings, num_done=self.history.num_done,
             steps_per_epoch=self.origin.batches.num_rows / self.plan.batch_size,
             say=partial(say, self.console), warn=partial(warn, self.console),
         )  # fmt: skip
@@ -202,23 +209,36 @@ class Run:
         """Those of steps that say what steps take."""
         return [interval for interval in self.intervals if self.history.counts(interval.step)]
 
-    def _export(self, session: Session, checkpoints: Checkpoints) -> None:
+    def _export(self, session: Session, checkpoints: Checkpoints, result: TrainResult) -> None:
         session.executor.drain()
         source = self.inputs.source
         try:
             write_folder(
                 self.folder, source.config, session.weight_names(), session.weight, session.model.dtype,
-                source_dir=source.config_dir, extra_files=self._extra_files(),
+                source_dir=source.config_dir, extra_files=self._extra_files(result),
             )  # fmt: skip
         except LazyschedError as error:
             kept = f"; {checkpoints.last} is kept, go on from it with --resume" if checkpoints.last else ""
             raise RunError(f"{error}{kept}") from error
 
-    def _extra_files(self) -> dict[str, str]:
+    def _extra_files(self, result: TrainResult) -> dict[str, str]:
         """What goes beside the model: name -> text."""
-        files = {LOG_FILE: self.history.jsonl(), "plan.json": self.plan.model_dump_json(indent=1)}
+        here, log = machine.hardware_id(self.device), self.history.jsonl()
+        record = RunRecord(
+            model=self.inputs.model_name, data=self.inputs.data_name, eval_data=self.inputs.eval_name, hardware_id=here,
+            settings=self._settings, log_sha256=hashlib.sha256(log.encode()).hexdigest(),
+            num_restored=self.history.num_restored,
+            measured_step_s=result.measured_step_s, timed=result.timed, timeline=last_two_steps(self._counted),
+            peak_bytes=result.peak_bytes, predicted_peak_bytes=result.predicted_peak_bytes,
+            held_out_loss_before=result.held_out_loss_before, held_out_loss_after=result.held_out_loss_after,
+            versions={name: version(name) for name in ("lazysched", "torch", "transformers")},
+        )  # fmt: skip
+        files = {
+            LOG_FILE: log, "plan.json": self.plan.model_dump_json(indent=1),
+            RUN_FILE: record.model_dump_json() + "\n",
+        }  # fmt: skip
         if self._counted:
-            recording = make_recording(self.plan, machine.hardware_id(self.device), self.program, self._counted)
+            recording = make_recording(self.plan, here, self.program, self._counted)
             files[RECORDING_FILE] = recording.model_dump_json(indent=1)
         return files
 

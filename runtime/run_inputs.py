@@ -18,8 +18,11 @@ from lazysched.schemas import Plan
 
 @dataclass(frozen=True)
 class RunInputs:
-    """Everything that is checked before memory is taken."""
+    """Everything that is checked before memory is taken; names are those that the user gave."""
 
+    model_name: str
+    data_name: str
+    eval_name: str | None
     source: ModelSource
     train: data_module.Dataset
     held_out: data_module.Dataset | None
@@ -46,7 +49,8 @@ def read_inputs(
     for file, dataset in zip(files, datasets, strict=True):
         say(console, f"{file}: {dataset.report.summary()}")
         data_module.check_vocabulary(dataset, num_tokens)
-    return RunInputs(source, datasets[0], datasets[1] if eval_data else None, tokenizer.pad_token_id)
+    held_out = datasets[1] if eval_data else None
+    return RunInputs(model, data, eval_data, source, datasets[0], held_out, tokenizer.pad_token_id)
 
 
 def training_batches(

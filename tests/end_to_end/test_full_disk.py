@@ -117,7 +117,7 @@ def test_a_result_that_cannot_be_written_ends_the_run_with_the_checkpoint_kept(
 def test_a_disk_too_small_for_a_checkpoint_is_refused_before_the_first_step(
     run: SmallRun, plan: Plan, small_disk: Path
 ) -> None:
-    fill_disk(small_disk, 100_000)
+    fill_disk(small_disk, 120_000)
     with pytest.raises(UsageError, match=r"out: 162 kB will be written and .* are free; free disk space"):
         run.train(plan, small_disk / "out", 4, save_steps=2)
     assert os.listdir(small_disk) == ["ballast"]

@@ -47,6 +47,10 @@ def _import_all(room: str) -> str:
         "import lazysched.cli; assert lazysched.cli.main(['explain', 'p']) == 2",
         "import lazysched.cli; assert lazysched.cli.main(['simulate', 'p']) == 2",
         "import lazysched.cli; assert lazysched.cli.main(['compare', 'p', 'q']) == 2",
+        "import lazysched.cli; assert lazysched.cli.main(['report', '--help']) == 0",
+        "import lazysched.cli; assert lazysched.cli.main(['report', 'absent']) == 2",
+        "import lazysched.cli; assert lazysched.cli.main(['train', '--report-to=nobody', '--plan=p', '--model=m', "
+        "'--data=d', '--output-dir=o']) == 2",
         "import lazysched.cli; assert lazysched.cli.main(['doctor', '--help']) == 0",
         "import lazysched.cli; assert lazysched.cli.main(['doctor', '--dir', 'absent']) == 2",
         "import lazysched.doctor.examine, lazysched.doctor.child",

@@ -17,7 +17,7 @@ from tests.packaging.test_cli import PLAN, Calls, refused, replace_module
 SETTINGS = "model_name_or_path: m\ndataset: d.jsonl\noutput-dir: out\nplan: plan.json\nlearning_rate: 1e-5\nseed: 7\n"
 RESULT = SimpleNamespace(
     measured_step_s=None, predicted_step_s=1.5, num_skipped=0, timed=None, predicted_exposed_s={},
-    predicted_moved_bytes={}, peak_bytes={}, held_out_loss_before=None, output_dir="out",
+    predicted_moved_bytes={}, peak_bytes={}, held_out_loss_before=None, output_dir=Path("out"),
 )  # fmt: skip
 
 
