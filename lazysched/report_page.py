@@ -129,7 +129,8 @@ def _facts(run: SeenRun) -> Iterator[tuple[str, str]]:
     yield "tokens", f"{sum(row.tokens for row in rows):,}, {sum(row.trained_tokens for row in rows):,} of them trained"
     yield "loss", f"{rows[0].loss:.4f} in the first step, {rows[-1].loss:.4f} in the last"
     if record is not None and record.held_out_loss_before is not None and record.held_out_loss_after is not None:
-        yield "held-out loss", f"{record.held_out_loss_before:.4f} before, {record.held_out_loss_after:.4f} after"
+        began = f"after step {record.num_restored}" if record.num_restored else "before"
+        yield "held-out loss", f"{record.held_out_loss_before:.4f} {began}, {record.held_out_loss_after:.4f} at the end"
     num_skipped = sum(row.skipped for row in rows)
     if num_skipped:
         yield "skipped steps", f"{num_skipped}, gradient not finite"
@@ -144,7 +145,8 @@ def _curves(run: SeenRun) -> Iterator[str]:
     before, after = (record.held_out_loss_before, record.held_out_loss_after) if record else (None, None)
     clip_norm = record.settings.get("max_grad_norm") if record else None
     yield "<h2>Loss</h2>"
-    yield picture(3.8, partial(draw_loss, log=log, before=before, after=after))
+    num_restored = record.num_restored if record else 0
+    yield picture(3.8, partial(draw_loss, log=log, before=before, after=after, num_restored=num_restored))
     yield "<h2>Gradient norm and learning rate</h2>"
     norm = partial(draw_gradient_norm, log=log, clip_norm=float(clip_norm) if clip_norm else None)
     yield picture(3.0, norm, partial(draw_learning_rate, log=log))

@@ -26,17 +26,20 @@ def log_frame(rows: Sequence[StepRow]) -> pd.DataFrame:
     return frame.assign(**{name: frame[name].astype(float).replace([np.inf, -np.inf], np.nan) for name in numbers})
 
 
-def draw_loss(axes: Axes, log: pd.DataFrame, before: float | None = None, after: float | None = None) -> None:
+def draw_loss(
+    axes: Axes, log: pd.DataFrame, before: float | None = None, after: float | None = None, num_restored: int = 0
+) -> None:
     """Loss by step, the held-out loss where it was taken, and which steps were skipped.
 
     Args:
         axes: about 12 x 4 inches suit.
         log: as ``log_frame`` makes it.
-        before: held-out loss before the first step.
+        before: held-out loss before the first step of the process that ended the run.
         after: after the last one.
+        num_restored: steps that earlier processes did.
     """
     _draw_line(axes, log.loss, "loss")
-    ends = pd.Series([before, after], index=[0, log.index[-1]], dtype=float)
+    ends = pd.Series([before, after], index=[num_restored, log.index[-1]], dtype=float)
     held_out = ends.combine_first(log.held_out_loss).dropna()
     if len(held_out):
         axes.plot(held_out.index, held_out, "o-", color=SECOND, markersize=5, linewidth=1, label="held-out loss")
@@ -94,7 +97,7 @@ def draw_host_memory(axes: Axes, log: pd.DataFrame) -> None:
     factor, unit = scale_of(float(log.host_rss_bytes.max()))
     _draw_line(axes, factor * log.host_rss_bytes, "host memory")
     axes.set_ylim(0, 1.1 * factor * float(log.host_rss_bytes.max()))
-    axes.set_ylabel(f"host memory of the process, {unit}")
+    axes.set_ylabel(f"host memory, {unit}")
 
 
 def thinned(values: pd.Series) -> pd.Series:

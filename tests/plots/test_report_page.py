@@ -88,7 +88,7 @@ def test_the_page_of_a_whole_run_needs_nothing_else(tmp_path: Path, record: Run,
     text = text_of(page)
     for shown in (
         "Training of some/&lt;model&gt;", "a machine; lazysched 0", "d.jsonl, held out h.jsonl", "384, 240 of them",
-        "3.0000 in the first step, 0.5000 in the last", "3.2500 before, 0.7500 after", "learning_rate 0.001",
+        "3.0000 in the first step, 0.5000 in the last", "3.2500 before, 0.7500 at the end", "learning_rate 0.001",
         "125 ms", "40 MB", "39 MB", "measured, step", "predicted", "2 rows of", "block.0", "weights",
     ):  # fmt: skip
         assert shown in text, shown
@@ -126,7 +126,9 @@ def test_a_run_whose_steps_were_all_skipped(tmp_path: Path, record: Run, plan: P
 
 def test_a_resumed_run_says_what_an_earlier_process_did(tmp_path: Path, record: Run, plan: Plan) -> None:
     resumed = record.model_copy(update={"num_restored": 4})
-    assert "6, 4 of them by an earlier process" in text_of(page_of(folder_of(tmp_path / "out", rows(6), resumed, plan)))
+    text = text_of(page_of(folder_of(tmp_path / "out", rows(6), resumed, plan)))
+    assert "6, 4 of them by an earlier process" in text
+    assert "3.2500 after step 4, 0.7500 at the end" in text
 
 
 def test_a_run_that_did_not_end_shows_what_is_known(tmp_path: Path, record: Run, plan: Plan) -> None:
@@ -203,6 +205,9 @@ def test_held_out_losses_are_points_where_they_were_taken() -> None:
     loss, held_out = axes.lines
     assert np.asarray(loss.get_xdata()).tolist() == [1, 2, 3, 4, 5, 6]
     assert np.asarray(held_out.get_xydata()).tolist() == [[0, 3.25], [4, 2.5], [6, 0.75]]
+    axes = Figure().subplots()
+    draw_loss(axes, log_frame([*rows(6)]), before=3.25, after=0.75, num_restored=2)
+    assert np.asarray(axes.lines[1].get_xydata()).tolist() == [[2, 3.25], [4, 2.5], [6, 0.75]]
 
 
 def test_skipped_steps_are_marked() -> None:
