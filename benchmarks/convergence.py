@@ -27,9 +27,11 @@ from rows import RESULTS, make_row, save_rows
 
 from lazysched.profiles.measure import profile
 from lazysched.runtime.machine import hardware_id
-from lazysched.runtime.train import LOG_FILE, TrainResult, train
+from lazysched.runtime.train import train
+from lazysched.runtime.train_result import TrainResult
 from lazysched.schemas import Plan, StateFormat
 from lazysched.solver import solve
+from lazysched.step_rows import LOG_FILE
 from lazysched.units import format_bytes
 
 FORMATS: tuple[StateFormat, ...] = get_args(StateFormat)

@@ -1,4 +1,4 @@
-"""The command line: ``lazysched profile | solve | explain | simulate | compare | plot | data | train | doctor | ...``.
+"""The command line: ``lazysched profile | solve | train | explain | simulate | compare | plot | report | ...``.
 
 Nothing here computes. Each command reads its files first, so that a wrong one is refused at once, and imports what
 it runs only then: ``--help`` and ``solve`` never load torch.
@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from rich.console import Console
 from typer.exceptions import TyperException
 
-from lazysched import data_commands, doctor_command, evaluate_command, plan_commands, plot_command
+from lazysched import data_commands, doctor_command, evaluate_command, plan_commands, plot_command, report_command
 from lazysched.cli_hardware import measure_machine
 from lazysched.errors import LazyschedError, UsageError, short_repr
 from lazysched.outputs import require_folder_of
@@ -213,6 +213,7 @@ def _explicit(choice: str) -> str | None:
 
 plan_commands.register(app)
 plot_command.register(app)
+report_command.register(app)
 doctor_command.register(app)
 data_commands.register(app)
 evaluate_command.register(app)

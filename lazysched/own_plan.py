@@ -13,6 +13,7 @@ from typing import Any
 from rich.console import Console
 
 from lazysched.errors import UsageError
+from lazysched.lines import say
 from lazysched.schemas import Plan, Profile
 from lazysched.train_config import TrainConfig
 from lazysched.units import format_bytes, format_seconds, parse_bytes
@@ -51,7 +52,7 @@ def make_plan(settings: TrainConfig, console: Console) -> Plan:
     plan.save(path)
     step = f"{plan.accumulation} times {plan.micro_batch} rows, {format_seconds(solution.timeline.step_s)} a step"
     memory = f"gpu {format_bytes(peaks['gpu'])}, host {format_bytes(peaks['host'])}"
-    _say(console, f"solved: {step}, {memory}; the plan is in {path}")
+    say(console, f"solved: {step}, {memory}; the plan is in {path}")
     return plan
 
 
@@ -88,15 +89,15 @@ def _profile(settings: TrainConfig, rows: int, console: Console) -> Profile:
     path = _cached(settings.model, arguments)
     known = _load(path)
     if known is not None:
-        _say(console, f"profile: measured before, {path}")
+        say(console, f"profile: measured before, {path}")
         return known
     from lazysched.profiles.measure import profile
 
-    _say(console, f"profile: {settings.model} on this machine, {seq_len} tokens a row; it takes some minutes")
+    say(console, f"profile: {settings.model} on this machine, {seq_len} tokens a row; it takes some minutes")
     measured = profile(settings.model, **arguments)
     path.parent.mkdir(parents=True, exist_ok=True)
     measured.save(path)
-    _say(console, f"profile: kept in {path}")
+    say(console, f"profile: kept in {path}")
     return measured
 
 
@@ -122,7 +123,3 @@ def _cached(model: str, arguments: dict[str, Any]) -> Path:
 
 def _bytes(text: str | None, field: str) -> int | None:
     return None if text is None else parse_bytes(text, field)
-
-
-def _say(console: Console, text: str) -> None:
-    console.print(text, highlight=False, markup=False, soft_wrap=True)

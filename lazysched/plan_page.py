@@ -2,32 +2,18 @@
 
 from __future__ import annotations
 
-import io
-import re
 from collections.abc import Callable, Mapping
 from functools import partial
 from html import escape
 from pathlib import Path
 from typing import Any, get_args
 
-from matplotlib import rc_context
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-
-from lazysched.errors import RunError
+from lazysched.html_page import facts, page, picture, save_page
 from lazysched.plots import draw_decisions, draw_memory, draw_timeline
 from lazysched.schemas import Plan, Profile, Tier
 from lazysched.solver import Timeline, equal_runs, memory_frame, simulate_plan, steady_frame
 from lazysched.units import format_bytes, format_seconds
 
-STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; color: #222; background: #fff; max-width: 1200px; margin: 2em auto;
-       padding: 0 1em; }
-h1 { font-size: 1.5em; margin-bottom: 0; } h2 { font-size: 1.15em; margin: 1.8em 0 .4em; }
-.note { color: #666; margin: 0; } figure { margin: 0; } figure svg { width: 100%; height: auto; }
-table { border-collapse: collapse; } td, th { padding: .15em 1.2em .15em 0; text-align: left; vertical-align: top; }
-th { font-weight: 600; } .facts th { font-weight: 400; color: #666; } .scroll { overflow-x: auto; }
-"""
 DECISIONS = ["weights", "state", "save", "saved_tiers", "segment", "input_tier"]
 
 
@@ -43,11 +29,7 @@ def save_plan_page(path: Path, plan: Plan, profile: Profile | None = None) -> No
         UsageError: there is no profile, or it lacks a figure.
         RunError: the file cannot be written.
     """
-    page = plan_page(plan, profile)
-    try:
-        path.write_text(page, encoding="utf-8")
-    except OSError as error:
-        raise RunError(f"{path}: cannot be written ({error.strerror}); name a file you may write") from None
+    save_page(path, plan_page(plan, profile))
 
 
 def plan_page(plan: Plan, profile: Profile | None = None) -> str:
@@ -59,24 +41,20 @@ def plan_page(plan: Plan, profile: Profile | None = None) -> str:
         f'<p class="note">{escape(_origin(plan, profile))}</p>',
         _facts(plan, timeline),
         "<h2>One step on the engines</h2>",
-        _picture(partial(draw_timeline, steady=steady_frame(timeline.intervals)), 3.0),
+        picture(3.0, partial(draw_timeline, steady=steady_frame(timeline.intervals))),
     ]
     tiers: tuple[Tier, ...] = get_args(Tier)
     for tier in tiers:
         if tier not in memory:
             continue
         draw = partial(draw_memory, memory=memory, tier=tier, budget_bytes=plan.budget_bytes.get(tier))
-        parts += [f"<h2>Memory of the tier {tier}</h2>", _picture(draw, 3.8)]
+        parts += [f"<h2>Memory of the tier {tier}</h2>", picture(3.8, draw)]
     parts += [
         "<h2>Decisions by stage</h2>",
-        _picture(partial(draw_decisions, decisions=decisions), 3.2),
+        picture(3.2, partial(draw_decisions, decisions=decisions)),
         f'<div class="scroll">{equal_runs(decisions[DECISIONS]).to_html(index=False, border=0)}</div>',
     ]
-    title = f"{escape(plan.model_id)}: plan"
-    return (
-        f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
-        f"<style>{STYLE}</style></head><body>\n" + "\n".join(parts) + "\n</body></html>\n"
-    )
+    return page(f"{plan.model_id}: plan", parts)
 
 
 def _origin(plan: Plan, profile: Profile | None) -> str:
@@ -99,20 +77,8 @@ def _facts(plan: Plan, timeline: Timeline) -> str:
     }
     if plan.solver is not None:
         rows["solver"] = f"{plan.solver.status}, {100 * plan.solver.gap:.1f} % from the bound"
-    cells = "".join(f"<tr><th>{name}</th><td>{escape(value)}</td></tr>" for name, value in rows.items())
-    return f'<table class="facts">{cells}</table>'
+    return facts(rows)
 
 
 def _listed(amounts: Mapping[Any, float], shown: Callable[[float], str]) -> str:
     return ", ".join(f"{name} {shown(amount)}" for name, amount in amounts.items())
-
-
-def _picture(draw: Callable[[Axes], None], height_inches: float) -> str:
-    """What ``draw`` draws, as an SVG element."""
-    figure = Figure(figsize=(13, height_inches), layout="constrained")
-    draw(figure.subplots())
-    buffer = io.StringIO()
-    with rc_context({"svg.hashsalt": "lazysched"}):  # the same plan gives the same page
-        figure.savefig(buffer, format="svg", dpi=200, metadata={"Date": None})
-    svg = re.sub(r"^.*?(?=<svg )", "", buffer.getvalue(), flags=re.DOTALL)
-    return f"<figure>{svg}</figure>"

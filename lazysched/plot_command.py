@@ -28,7 +28,7 @@ def plot(
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] != "matplotlib":
             raise
-        raise UsageError("plot: matplotlib is not installed; run pip install 'lazysched[notebooks]'") from None
+        raise UsageError("plot: matplotlib is not installed; run pip install 'lazysched[plots]'") from None
     save_plan_page(output, plan, profile)
     typer.echo(f"wrote {output}")
 

@@ -18,7 +18,7 @@ from matplotlib.colors import to_rgb
 from matplotlib.patches import Patch
 
 from lazysched.schemas import Engine, Tier
-from lazysched.units import format_bytes, format_seconds
+from lazysched.units import format_bytes, format_seconds, scale_of
 
 Color = str | tuple[float, float, float]
 OP_COLORS = {
@@ -52,17 +52,18 @@ BORDERED_SHARE = 1 / 400
 """Of the step: operations that take less would drown in their white borders."""
 
 
-def draw_timeline(axes: Axes, steady: pd.DataFrame) -> None:
+def draw_timeline(axes: Axes, steady: pd.DataFrame, until_s: float | None = None) -> None:
     """One steady step by engine; a gap on ``compute`` is time in which it waits.
 
     Args:
         axes: what to draw on; about 12 x 3 inches suit.
         steady: ``op engine start_s end_s``, as ``lazysched.solver.steady_frame`` gives it.
+        until_s: where the picture ends, so that several have one scale; None: with the step.
     """
     used = set(steady.engine)
     engines = [engine for engine in get_args(Engine) if engine in used]
     step_s = steady.end_s.max()
-    factor, unit = (1.0, "s") if step_s >= 1 else (1e3, "ms")
+    factor, unit = (1.0, "s") if (until_s or step_s) >= 1 else (1e3, "ms")
     colors = steady.op.str.split("/").str[0].map(OP_COLORS).fillna(OTHER_COLOR)
     for row, engine in enumerate(engines):
         ops = steady[steady.engine == engine]
@@ -75,7 +76,7 @@ def draw_timeline(axes: Axes, steady: pd.DataFrame) -> None:
         )  # fmt: skip
     axes.set_yticks(range(len(engines)), engines)
     axes.set_ylim(len(engines) - 0.5, -0.5)
-    axes.set_xlim(0, factor * step_s)
+    axes.set_xlim(0, factor * (until_s or step_s))
     axes.set_xlabel(f"time since the step before left compute, {unit}")
     shown = {name: color for name, color in OP_COLORS.items() if color in set(colors)}
     shown |= {"other": OTHER_COLOR} if OTHER_COLOR in set(colors) else {}
@@ -94,7 +95,7 @@ def draw_memory(axes: Axes, memory: pd.DataFrame, tier: Tier, budget_bytes: int 
     by_kind = stacked_kinds(pd.DataFrame(memory.xs(tier, axis=1, level="tier")))
     at_peak = by_kind.iloc[int(by_kind.sum(axis=1).argmax())]
     peak_bytes = int(at_peak.sum())
-    factor, unit = _scale(peak_bytes)
+    factor, unit = scale_of(peak_bytes)
     layers = [factor * by_kind[name] for name in by_kind]
     colors = [color for name, color in (*KINDS.values(), OTHER_KIND) if name in by_kind]
     seconds = by_kind.index.to_numpy()
@@ -248,12 +249,6 @@ def draw_ratios(axes: Axes, ratios: pd.DataFrame, names: Mapping[str, str]) -> N
     axes.set_axisbelow(True)
     axes.set_xlabel("predicted against measured: left of the line reality took more")
     _legend(axes)
-
-
-def _scale(num_bytes: float) -> tuple[float, str]:
-    """Factor and unit that suit a picture whose largest figure is ``num_bytes``."""
-    units = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
-    return next(((1 / size, unit) for size, unit in units if num_bytes >= size), (1.0, "B"))
 
 
 def _legend(axes: Axes, handles: Sequence[Patch] | None = None, title: str | None = None) -> None:

@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from lazysched.errors import RunError, UsageError
+from lazysched.lines import say
+from lazysched.report_command import end_report
 
 if TYPE_CHECKING:
-    from lazysched.runtime.train import TrainResult
+    from lazysched.runtime.train_result import TrainResult
 
 # Sized so that everything after the install takes about two minutes on 2 CPU cores.
 SEQ_LEN = 256
@@ -80,7 +82,8 @@ def run_quickstart(output_dir: Path, *, device: str | None, console: Console) ->
         console=console,
     )
     console.print(comparison_table(result, "quickstart"))
-    console.print(f"trained model: {result.output_dir}", highlight=False, markup=False)
+    say(console, f"trained model: {result.output_dir}")
+    end_report(result.output_dir, console)
     return result
 
 

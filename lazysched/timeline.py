@@ -89,6 +89,13 @@ def intervals_by_step(intervals: Iterable[Interval]) -> dict[int, dict[str, Inte
     return dict(by_step)
 
 
+def last_two_steps(intervals: Iterable[Interval]) -> list[Interval]:
+    """Those of the last step that follows another one there, and of that one; nothing where none does."""
+    by_step = intervals_by_step(intervals)
+    last = max((step for step in by_step if step - 1 in by_step), default=None)
+    return [] if last is None else [*by_step[last - 1].values(), *by_step[last].values()]
+
+
 class Wait(NamedTuple):
     """``compute`` had nothing to do before operation ``op``, because ``cause`` had not finished on its own engine.
 

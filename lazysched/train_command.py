@@ -10,7 +10,9 @@ from rich.console import Console
 from rich.table import Table
 
 from lazysched import data_commands
+from lazysched.lines import say
 from lazysched.own_plan import make_plan
+from lazysched.report_command import end_report
 from lazysched.schemas import Plan
 from lazysched.train_config import TrainConfig, resolve
 from lazysched.units import format_bytes
@@ -58,6 +60,10 @@ def train(
     trace_steps: Annotated[
         str | None, typer.Option(metavar="FROM:TO", help="Which steps, counted from 0, TO left out. [2:5]")
     ] = None,
+    report_to: Annotated[
+        list[str] | None,
+        typer.Option(help="tensorboard, wandb or trackio; repeat it for several. [none]", show_default=False),
+    ] = None,
     eval_steps: Annotated[
         int, typer.Option(min=0, help="Steps between two looks at the held-out loss; 0: before and after alone.")
     ] = 0,
@@ -87,6 +93,9 @@ def train(
     """Train MODEL as the plan says and write a Hugging Face folder."""
     given = [name for name in TrainConfig.model_fields if _is_given(context, name)]
     settings = resolve(config, context.params, given)
+    from lazysched.runtime.reporters import check_reporters
+
+    check_reporters(settings.report_to)
     arguments, console = settings.run_arguments(), Console()
     if settings.plan is None:
         schedule = make_plan(settings, console)
@@ -105,7 +114,8 @@ def train(
 
     result = run(schedule, **arguments, console=console)
     console.print(comparison_table(result, "training"))
-    console.print(f"trained model: {result.output_dir}", highlight=False, markup=False, soft_wrap=True)
+    say(console, f"trained model: {result.output_dir}")
+    end_report(result.output_dir, console)
 
 
 def _is_given(context: typer.Context, name: str) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import yaml
 from pydantic import Field, ValidationError, field_validator
@@ -25,6 +25,8 @@ ALIASES = {
     "num_epochs": "num_train_epochs", "lr_scheduler": "lr_scheduler_type",
 }  # fmt: skip
 """What other tools say -> field."""
+ReporterName = Literal["tensorboard", "wandb", "trackio"]
+"""What a run can show its numbers to."""
 PLANNED = (
     "per_device_train_batch_size", "gradient_accumulation_steps", "max_length", "packing", "bf16", "gpu_memory",
     "host_memory",
@@ -81,6 +83,8 @@ class TrainConfig(Schema):
     """File for a timeline of some steps, in Chrome's trace format."""
     trace_steps: str | None = None
     """Which steps, as ``2:5``, counted from 0."""
+    report_to: list[ReporterName] = Field(default_factory=list)
+    """``tensorboard``, ``wandb``, ``trackio``, or several of them; nothing is reported unless it is asked for."""
     eval_steps: int = Field(default=0, ge=0)
     """Steps between two looks at the held-out loss; 0: before and after alone."""
     save_steps: int = Field(default=500, ge=0)
@@ -112,6 +116,18 @@ class TrainConfig(Schema):
     @classmethod
     def _paths_are_text(cls, value: Any) -> Any:
         return str(value) if isinstance(value, Path) else value
+
+    @field_validator("report_to", mode="before")
+    @classmethod
+    def _reporters_are_a_list(cls, value: Any) -> Any:
+        """Of a text with commas too; ``none`` stands for nothing, as in transformers, and ``all`` for too much."""
+        names = value.split(",") if isinstance(value, str) else value
+        if not isinstance(names, list | tuple):
+            return value
+        found = [part.strip() for name in names for part in str(name).split(",")]
+        if "all" in found:
+            raise ValueError(f"name those you want of {', '.join(get_args(ReporterName))}")
+        return [] if found == ["none"] else found
 
     def check_plan(self, plan: Plan) -> None:
         """Refuse what the plan was not solved for.

@@ -74,3 +74,9 @@ def format_seconds(seconds: float) -> str:
         if abs(seconds) * factor >= 0.9995 or unit == "µs":
             return f"{seconds * factor:.3g} {unit}"
     raise AssertionError("unreachable")
+
+
+def scale_of(num_bytes: float) -> tuple[float, str]:
+    """Factor and unit that suit a picture whose largest figure is ``num_bytes``."""
+    units = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
+    return next(((1 / size, unit) for size, unit in units if num_bytes >= size), (1.0, "B"))

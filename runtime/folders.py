@@ -1,7 +1,8 @@
 """Folders that appear whole or not at all.
 
 A folder is filled as a hidden sibling and renamed when it is complete, so that its name never shows half of it.
-Checkpoints of a run (``checkpoint-N``) lie in the folder that its result goes to, and stay when that is replaced.
+Checkpoints of a run (``checkpoint-N``) lie in the folder that its result goes to, and stay when that is replaced; its
+log lies there too while it trains.
 """
 
 from __future__ import annotations
@@ -17,12 +18,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from lazysched.errors import UNREADABLE_JSON, RunError
+from lazysched.schemas.run import REPORT_FILE, REPORT_HEAD
+from lazysched.step_rows import LOG_HEAD
 
 MANIFEST = "lazysched.json"
 """Lists what we wrote into a folder: only such a folder, with nothing of others in it, is ever replaced."""
 STATE_FILE = "training_state.json"
 """The first file that is written into a checkpoint and the last that is removed: by it ours are told from others'."""
 _CHECKPOINT = re.compile(r"(tmp-)?checkpoint-\d+")
+_OWN_HEADS = {re.compile(r"log(\.\d+)?\.jsonl(\.tmp)?"): LOG_HEAD, re.compile(re.escape(REPORT_FILE)): REPORT_HEAD}
+"""Name of a file that a run puts there beside its result -> how it begins."""
 
 
 @contextlib.contextmanager
@@ -55,10 +60,10 @@ def new_folder(target: Path) -> Iterator[Path]:
 
 
 def foreign_entry(folder: Path) -> str | None:
-    """First entry of ``folder`` that ``new_folder`` did not write and that is no checkpoint; None if all is ours."""
+    """First entry of ``folder`` that neither ``new_folder`` nor a run beside it wrote; None if all is ours."""
     ours = _listed(folder / MANIFEST)
-    entries = (entry for entry in folder.iterdir() if entry.name not in ours and not is_checkpoint(entry))
-    return min((entry.name for entry in entries), default=None)
+    others = (entry for entry in folder.iterdir() if entry.name not in ours)
+    return min((entry.name for entry in others if not (is_checkpoint(entry) or is_own_file(entry))), default=None)
 
 
 def is_checkpoint(entry: Path) -> bool:
@@ -66,6 +71,16 @@ def is_checkpoint(entry: Path) -> bool:
     if not _CHECKPOINT.fullmatch(entry.name) or entry.is_symlink() or not entry.is_dir():
         return False
     return (entry / STATE_FILE).is_file() or not any(entry.iterdir())
+
+
+def is_own_file(entry: Path) -> bool:
+    """Whether ``entry`` is a log or the report of a run, though perhaps cut while it was written."""
+    head = next((text.encode() for name, text in _OWN_HEADS.items() if name.fullmatch(entry.name)), None)
+    if head is None or entry.is_symlink() or not entry.is_file():
+        return False
+    with entry.open("rb") as file:
+        found = file.read(len(head))
+    return head.startswith(found)
 
 
 def undo_cut_swap(target: Path) -> None:

@@ -2,41 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-import json
 import math
 import statistics
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 
 from lazysched.errors import RunError
 from lazysched.runtime.batch import Batch
 from lazysched.runtime.engines import seconds_between
 from lazysched.runtime.executor import Executor, StepResult
+from lazysched.runtime.machine import rss_bytes
 from lazysched.runtime.recorder import Recorder
 from lazysched.runtime.schedule import LearningRateSchedule
+from lazysched.step_rows import StepRow
 
-LOG_FILE = "train_log.jsonl"
 MAX_NOT_FINITE_IN_A_ROW = 3
 MAX_NAMED_STAGES = 6
 WARM_UP_STEPS = 2
 """Steps that are left out of the measured step time."""
-
-
-@dataclass(frozen=True)
-class StepRow:
-    """What one step reports; ``step_s`` is the time from the end of the step before, on ``compute``."""
-
-    step: int
-    loss: float
-    grad_norm: float
-    learning_rate: float
-    tokens: int
-    trained_tokens: int
-    step_s: float
-    skipped: bool
-    held_out_loss: float | None = None
-    """After the step, where it was taken then."""
 
 
 @dataclass
@@ -77,9 +62,8 @@ class History:
         return statistics.median(times) if times else None
 
     def jsonl(self) -> str:
-        """One JSON object a step, with the held-out loss where it was taken."""
-        known = [{name: value for name, value in asdict(row).items() if value is not None} for row in self.rows]
-        return "".join(json.dumps(row) + "\n" for row in known)
+        """The rows as lines of the log."""
+        return "".join(row.as_line() for row in self.rows)
 
 
 @dataclass(frozen=True)
@@ -108,10 +92,12 @@ class TrainingLoop:
         executor: with weights loaded.
         batch_of: step -> its batch.
         schedule: step -> learning rate.
-        report: called with each row as it becomes known.
+        report: called with each row as soon as its numbers are there.
+        log: called with each row when it is complete, which is after the held-out loss where that is taken.
         recorder: times the operations of its steps; None times none.
         history: of the steps before; None: a new run.
         breaks: what happens between steps.
+        predicted_step_s: the plan's, which the first row notes.
     """
 
     def __init__(
@@ -123,8 +109,11 @@ class TrainingLoop:
         recorder: Recorder | None = None,
         history: History | None = None,
         breaks: Breaks = Breaks(),
+        *,
+        log: Callable[[StepRow], None] = lambda row: None,
+        predicted_step_s: float | None = None,
     ) -> None:
-        self._recorder, self._breaks = recorder, breaks
+        self._recorder, self._breaks, self._log, self._predicted_step_s = recorder, breaks, log, predicted_step_s
         self._executor, self._batch_of, self._schedule, self._report = executor, batch_of, schedule, report
         self._history = history or History()
         finite = (math.isfinite(row.grad_norm) for row in reversed(self._history.rows))
@@ -139,12 +128,18 @@ class TrainingLoop:
             RunError: the gradient was not finite ``MAX_NOT_FINITE_IN_A_ROW`` times in a row.
         """
         self._last_end = self._executor.mark()
-        for step in range(self._history.num_done, self._schedule.num_steps):
-            self._launch(step)
-            self._between(step + 1)
-            if self._breaks.stop():
-                break
-        self._settle()
+        try:
+            for step in range(self._history.num_done, self._schedule.num_steps):
+                self._launch(step)
+                self._between(step + 1)
+                if self._breaks.stop():
+                    break
+            self._settle()
+        except Exception:
+            # The step before has most likely ended and belongs into the log; what broke may have taken its numbers too.
+            with contextlib.suppress(Exception):
+                self._read_waiting()
+            raise
         return self._history
 
     def _between(self, num_done: int) -> None:
@@ -153,11 +148,17 @@ class TrainingLoop:
             return
         self._settle()
         if evaluates:
-            rows = self._history.rows
-            rows[-1] = replace(rows[-1], held_out_loss=self._breaks.evaluate(num_done))
+            self._evaluate(num_done)
         if saves:
             self._breaks.save(self._history)
         self._last_end = self._executor.mark()
+
+    def _evaluate(self, num_done: int) -> None:
+        rows = self._history.rows
+        try:
+            rows[-1] = replace(rows[-1], held_out_loss=self._breaks.evaluate(num_done))
+        finally:
+            self._log(rows[-1])
 
     def _launch(self, step: int) -> None:
         batch = self._batch_of(step)
@@ -183,13 +184,17 @@ class TrainingLoop:
         row = StepRow(
             step=step, loss=loss, grad_norm=grad_norm, learning_rate=self._schedule.rate(step),
             tokens=batch.input_ids.numel(), trained_tokens=batch.num_trained_tokens,
-            step_s=seconds_between(self._last_end, result.end), skipped=skipped,
+            step_s=seconds_between(self._last_end, result.end), skipped=skipped, host_rss_bytes=rss_bytes(),
+            predicted_step_s=self._predicted_step_s if len(self._history.rows) == self._history.num_restored else None,
         )  # fmt: skip
         self._last_end = result.end
         self._history.rows.append(row)
-        self._report(row)
         self._not_finite_in_a_row = 0 if math.isfinite(grad_norm) else self._not_finite_in_a_row + 1
-        if self._not_finite_in_a_row == MAX_NOT_FINITE_IN_A_ROW:
+        fails = self._not_finite_in_a_row == MAX_NOT_FINITE_IN_A_ROW
+        if fails or not self._breaks.is_evaluated(step + 1):
+            self._log(row)
+        self._report(row)
+        if fails:
             raise RunError(
                 f"step {step + 1}: the gradient norm was {grad_norm} in {MAX_NOT_FINITE_IN_A_ROW} steps in a row, last "
                 f"in {_named(result.stages_not_finite())}, with loss {loss}; lower --learning-rate or look at the data "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from rich.table import Table
@@ -9,24 +10,34 @@ from rich.table import Table
 from lazysched.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from lazysched.runtime.train import TrainResult
+    from lazysched.runtime.train_result import TrainResult
 
 NOT_MEASURED = "not measured"
 
 
-def comparison_table(result: TrainResult, title: str) -> Table:
+Row = tuple[str, str, str]
+"""What, predicted, measured."""
+
+
+def comparison_rows(result: TrainResult) -> list[Row]:
     """Predicted and measured: step time, what ``compute`` waits for, bytes moved, peak memory of each tier.
 
-    Below them skipped steps, and held-out loss before and after.
+    Among them skipped steps.
     """
-    table = Table("", "predicted", "measured", title=title)
-    table.add_row("step time", _time(result.predicted_step_s), _time(result.measured_step_s))
-    _add_timed_rows(table, result)
+    rows = [("step time", _time(result.predicted_step_s), _time(result.measured_step_s)), *_timed_rows(result)]
     if result.num_skipped:
-        table.add_row("skipped steps", "", f"{result.num_skipped}, gradient not finite")
+        rows.append(("skipped steps", "", f"{result.num_skipped}, gradient not finite"))
     for tier, num_bytes in result.peak_bytes.items():
         planned = result.predicted_peak_bytes.get(tier)
-        table.add_row(f"{tier} memory", "-" if planned is None else format_bytes(planned), format_bytes(num_bytes))
+        rows.append((f"{tier} memory", "-" if planned is None else format_bytes(planned), format_bytes(num_bytes)))
+    return rows
+
+
+def comparison_table(result: TrainResult, title: str) -> Table:
+    """The rows of a run for a terminal; below them held-out loss before and after."""
+    table = Table("", "predicted", "measured", title=title)
+    for row in comparison_rows(result):
+        table.add_row(*row)
     if result.held_out_loss_before is not None:
         table.add_section()
         table.add_row("", "before", "after")
@@ -34,20 +45,20 @@ def comparison_table(result: TrainResult, title: str) -> Table:
     return table
 
 
-def _add_timed_rows(table: Table, result: TrainResult) -> None:
+def _timed_rows(result: TrainResult) -> Iterator[Row]:
     """What takes a timeline to know: waiting by engine, all idle time of ``compute``, bytes by engine."""
     timed, predicted_s, predicted_bytes = result.timed, result.predicted_exposed_s, result.predicted_moved_bytes
     is_predicted = result.predicted_step_s is not None
     for engine in predicted_s | (timed.exposed_s if timed else {}):
         measured = _time(timed.exposed_s.get(engine, 0.0)) if timed else NOT_MEASURED
         planned = _time(predicted_s.get(engine, 0.0) if is_predicted else None)
-        table.add_row(f"compute waits for {engine}", planned, measured)
+        yield f"compute waits for {engine}", planned, measured
     idle_s = sum(predicted_s.values()) if is_predicted else None
-    table.add_row("compute idle", _time(idle_s), _time(timed.idle_s) if timed else NOT_MEASURED)
+    yield "compute idle", _time(idle_s), _time(timed.idle_s) if timed else NOT_MEASURED
     for engine in predicted_bytes | (timed.moved_bytes if timed else {}):
         moved = format_bytes(timed.moved_bytes.get(engine, 0)) if timed else NOT_MEASURED
         planned = format_bytes(predicted_bytes.get(engine, 0)) if is_predicted else "-"
-        table.add_row(f"{engine} moves", planned, moved)
+        yield f"{engine} moves", planned, moved
 
 
 def _time(seconds: float | None) -> str:

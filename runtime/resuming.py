@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,12 +9,14 @@ from pathlib import Path
 from rich.console import Console
 
 from lazysched.errors import UNREADABLE_JSON, UsageError
+from lazysched.lines import say
 from lazysched.runtime.checkpoint_folders import STATE_PREFIX, check_checkpoint, checkpoint_steps
 from lazysched.runtime.folders import STATE_FILE
-from lazysched.runtime.loop import LOG_FILE, History, StepRow
+from lazysched.runtime.loop import History
 from lazysched.runtime.session import Session
 from lazysched.runtime.tensor_reader import TensorReader, open_safetensors
 from lazysched.runtime.training_state import MANIFEST_FILE, Manifest, TrainingState, Value, differences
+from lazysched.step_rows import LOG_FILE, rows_of
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ def choose_checkpoint(
     else:
         _refuse_old_checkpoints(output_dir)
         return None
-    _say(console, f"resuming from {chosen.path} after step {chosen.state.step}")
+    say(console, f"resuming from {chosen.path} after step {chosen.state.step}")
     return chosen
 
 
@@ -76,7 +77,7 @@ def _newest(output_dir: Path, console: Console) -> Checkpoint:
             return _load(path)
         except UsageError as error:
             problems.append(f" ({error})")
-            _say(console, f"skipped {error}")
+            say(console, f"skipped {error}")
     remedy = "remove what is there and leave --resume out" if problems else "leave --resume out"
     raise UsageError(f"resume: {output_dir} holds no valid checkpoint{''.join(problems[:1])}; {remedy} to begin anew")
 
@@ -85,11 +86,11 @@ def _load(path: Path) -> Checkpoint:
     manifest = check_checkpoint(path)
     state = TrainingState.load(path / STATE_FILE)
     try:
-        lines = (path / LOG_FILE).read_text(encoding="utf-8").splitlines() if LOG_FILE in manifest.files else []
-        rows = [StepRow(**json.loads(line)) for line in lines]
-    except (*UNREADABLE_JSON, TypeError) as error:
-        raise UsageError(f"{path / LOG_FILE}: holds a row that is no step ({error}); use another checkpoint") from None
-    if [row.step for row in rows] != [*range(state.step)]:
+        text = (path / LOG_FILE).read_text(encoding="utf-8") if LOG_FILE in manifest.files else ""
+        rows = rows_of(text)
+    except UNREADABLE_JSON as error:
+        raise UsageError(f"{path / LOG_FILE}: {error}; use another checkpoint") from None
+    if len(rows) != state.step:
         raise UsageError(f"{path / LOG_FILE}: has {len(rows)} rows of {state.step} steps; use another checkpoint")
     return Checkpoint(path, manifest, state, History(rows, num_restored=len(rows)))
 
@@ -108,7 +109,7 @@ def check_same_run(
             f"or begin anew without --resume"
         )
     for field, before, now in differences(checkpoint.state.arguments, arguments):
-        _say(console, f"{field}: {_shown(now)}, in the checkpoint {_shown(before)}")
+        say(console, f"{field}: {_shown(now)}, in the checkpoint {_shown(before)}")
 
 
 def _shown(value: Value) -> str:
@@ -138,7 +139,3 @@ def restore(session: Session, checkpoint: Checkpoint) -> None:
             files |= dict.fromkeys(open_safetensors(path).keys(), path)
     with TensorReader(files) as reader:
         session.restore(reader.read_exactly, checkpoint.state.num_updates)
-
-
-def _say(console: Console, text: str) -> None:
-    console.print(text, highlight=False, markup=False, soft_wrap=True)

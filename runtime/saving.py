@@ -17,13 +17,15 @@ import torch
 from rich.console import Console
 
 from lazysched.errors import LazyschedError, RunError, UsageError
+from lazysched.lines import say, warn
 from lazysched.runtime import checkpoint_folders
 from lazysched.runtime.checkpoint import MAX_SHARD_BYTES, write_model, write_shards
 from lazysched.runtime.folders import STATE_FILE
-from lazysched.runtime.loop import LOG_FILE, History
+from lazysched.runtime.loop import History
 from lazysched.runtime.session import Session
 from lazysched.runtime.snapshot import room_bytes, snapshot, snapshot_bytes
 from lazysched.runtime.training_state import TrainingState
+from lazysched.step_rows import LOG_FILE
 from lazysched.units import format_bytes
 
 WRITER_NICENESS = 10
@@ -129,9 +131,10 @@ class Checkpoints:
         lacking = self._lacking()
         self._says_it_waits = lacking is not None
         how = "copied in memory and written while training goes on"
-        self._say(
+        say(
+            self._console,
             f"checkpoints: {format_bytes(self.num_bytes)} each, "
-            f"{how if lacking is None else f'training waits while one is written ({lacking})'}"
+            f"{how if lacking is None else f'training waits while one is written ({lacking})'}",
         )
 
     def save(self, history: History) -> None:
@@ -172,7 +175,7 @@ class Checkpoints:
             except RunError as error:  # the system may count memory otherwise
                 lacking = _reason(error)
         if not self._says_it_waits:
-            self._say(f"checkpoint-{step}: training waits while it is written ({lacking})")
+            say(self._console, f"checkpoint-{step}: training waits while it is written ({lacking})")
         self._says_it_waits = True
         return None
 
@@ -206,7 +209,7 @@ class Checkpoints:
         try:
             checkpoint_folders.prune(self._folder, step, policy.save_total_limit, policy.save_state_limit)
         except (OSError, LazyschedError) as error:
-            self._warn(f"checkpoints before {self.last}: not pruned ({_reason(error)}); the run goes on")
+            warn(self._console, f"checkpoints before {self.last}: not pruned ({_reason(error)}); the run goes on")
 
     def _go_on(self) -> None:
         if self._ends_at_once.is_set():
@@ -214,13 +217,7 @@ class Checkpoints:
 
     def _warn_unsaved(self, step: int, error: Exception) -> None:
         kept = f"{self.last} is kept" if self.last else "there is no earlier one"
-        self._warn(f"checkpoint-{step}: not saved ({_reason(error)}); {kept}, and the run goes on")
-
-    def _warn(self, text: str) -> None:
-        self._console.print(f"warning: {text}", style="yellow", soft_wrap=True, markup=False)
-
-    def _say(self, text: str) -> None:
-        self._console.print(text, highlight=False, markup=False, soft_wrap=True)
+        warn(self._console, f"checkpoint-{step}: not saved ({_reason(error)}); {kept}, and the run goes on")
 
     def _check(self, history: History) -> None:
         row = history.rows[-1]

@@ -17,6 +17,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from lazysched.runtime import checkpoint, checkpoint_folders, folders, saving, t
 from lazysched.runtime.checkpoint_folders import checkpoint_steps
 from lazysched.runtime.resuming import Checkpoint
 from lazysched.schemas import Plan
+from lazysched.step_rows import LOG_FILE, MEASURED, StepRow, rows_of
 from tests.end_to_end.small_runs import SmallRun, log_of, weights_of
 
 NUM_STEPS = 12
@@ -62,6 +64,11 @@ class Saboteur:
         return calling
 
 
+def _known(row: StepRow) -> dict[str, Any]:
+    """What does not depend on clocks and memory."""
+    return {name: value for name, value in asdict(row).items() if name not in MEASURED}
+
+
 def file_hashes(folder: Path) -> dict[str, str]:
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.glob("*.safetensors")}
 
@@ -78,6 +85,7 @@ class Driver:
         start_s = time.perf_counter()
         self._run.train(self._plans[0], self._whole, NUM_STEPS, save_steps=2, save_state_limit=NUM_STEPS)
         self._whole_s = time.perf_counter() - start_s
+        self._whole_rows = rows_of((self._whole / LOG_FILE).read_text())
         self.counts = {"by_clock": 0, "while_writing": 0, "finished": 0, "resumed": 0, "skipped": 0}
 
     def child(self, plan: Plan, number: int, report: Path) -> None:
@@ -125,7 +133,15 @@ class Driver:
         for word in report.read_text().split() if report.exists() else ():
             self.counts[word] += 1
         report.unlink(missing_ok=True)
+        self.check_log()
         return status != 0
+
+    def check_log(self) -> None:
+        """Wherever it was cut, the log that is there holds the first steps of the uninterrupted run, each once."""
+        log = self._output / LOG_FILE
+        if log.exists():
+            rows = rows_of(log.read_text())
+            assert [_known(row) for row in rows] == [_known(row) for row in self._whole_rows[: len(rows)]]
 
     def check_end(self) -> None:
         """The finished run is the uninterrupted one."""

@@ -18,8 +18,10 @@ from transformers import AutoConfig
 from lazysched.runtime.loop import StepRow
 from lazysched.runtime.model import Model
 from lazysched.runtime.progress import ProgressReport
-from lazysched.runtime.train import TrainResult, train
+from lazysched.runtime.train import train
+from lazysched.runtime.train_result import TrainResult
 from lazysched.schemas import Dtype, Plan, StagePlan, StateFormat, Tier
+from lazysched.step_rows import LOG_FILE, MEASURED
 from tests.end_to_end.tiny_folder import make_data, make_model
 from tests.runtime.tiny import variants_of
 
@@ -91,6 +93,6 @@ def weights_of(folder: Path) -> dict[str, bytes]:
 
 
 def log_of(folder: Path) -> list[dict[str, Any]]:
-    """The rows of the log without what a clock measured."""
-    rows = [json.loads(line) for line in (folder / "train_log.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in row.items() if key != "step_s"} for row in rows]
+    """The rows of the log without what was measured."""
+    rows = [json.loads(line) for line in (folder / LOG_FILE).read_text().splitlines()]
+    return [{key: value for key, value in row.items() if key not in MEASURED} for row in rows]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from lazysched.errors import UsageError
-from lazysched.runtime.loop import LOG_FILE
+from lazysched.step_rows import LOG_FILE
 from tests.end_to_end.small_runs import SmallRun, weights_of
 from tests.end_to_end.tiny_folder import make_data
 from tests.one_thread import one_thread

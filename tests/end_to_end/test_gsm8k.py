@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lazysched.cli import main
 from lazysched.runtime.data import Dataset, evaluation_batches
-from lazysched.runtime.train import LOG_FILE
+from lazysched.step_rows import LOG_FILE
 from tests.end_to_end.gsm8k_model import cut_model, first_rows
 
 NUM_LAYERS, NUM_STEPS, SEQ_LEN = 3, 20, 256

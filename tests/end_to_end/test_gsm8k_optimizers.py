@@ -13,7 +13,7 @@ import pytest
 import lazysched
 from lazysched.runtime.model import Model
 from lazysched.runtime.sources import resolve_model
-from lazysched.runtime.train import TrainResult
+from lazysched.runtime.train_result import TrainResult
 from lazysched.schemas import Plan, StagePlan, StateFormat
 from tests.end_to_end.gsm8k_model import cut_model, first_rows
 from tests.runtime.tiny import CPU, variants_of

@@ -38,7 +38,7 @@ def train(folder: Path, plan: Path, output: Path, *extra: str) -> int:
 
 
 def log(output: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (output / "train_log.jsonl").read_text().splitlines()]
+    return [json.loads(line) for line in (output / "log.jsonl").read_text().splitlines()]
 
 
 def test_an_epoch_takes_fewer_steps_for_the_same_tokens(

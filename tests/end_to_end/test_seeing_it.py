@@ -15,11 +15,13 @@ from rich.console import Console
 import lazysched
 from lazysched.cli import main
 from lazysched.lower import lower
-from lazysched.runtime.loop import History, StepRow
+from lazysched.runtime.chosen_steps import TIMED_STEPS
+from lazysched.runtime.loop import History
 from lazysched.runtime.report import comparison_table
-from lazysched.runtime.train import TIMED_STEPS, TrainResult
+from lazysched.runtime.train_result import TrainResult
 from lazysched.schemas import Plan, Profile, Program, Recording
 from lazysched.solver import simulate
+from lazysched.step_rows import StepRow
 from lazysched.timeline import moved_bytes
 from tests.end_to_end.tiny_folder import make_data, make_model
 

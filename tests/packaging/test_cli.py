@@ -258,7 +258,7 @@ def test_train_passes_the_plan_and_its_flags(in_tmp: Path, monkeypatch: pytest.M
         predicted_moved_bytes={},
         peak_bytes={},
         held_out_loss_before=None,
-        output_dir="out",
+        output_dir=Path("out"),
     )
     run = Calls(result)
     replace_module(monkeypatch, "lazysched.runtime.train", train=run)

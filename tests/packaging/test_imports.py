@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from lazysched.solver import solve
+from lazysched.step_rows import StepRow
 from tests.solver.synthetic import tiny_profile
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -47,6 +48,9 @@ def _import_all(room: str) -> str:
         "import lazysched.cli; assert lazysched.cli.main(['explain', 'p']) == 2",
         "import lazysched.cli; assert lazysched.cli.main(['simulate', 'p']) == 2",
         "import lazysched.cli; assert lazysched.cli.main(['compare', 'p', 'q']) == 2",
+        "import lazysched.cli; assert lazysched.cli.main(['report', '--help']) == 0",
+        "import lazysched.cli; assert lazysched.cli.main(['train', '--report-to=nobody', '--plan=p', '--model=m', "
+        "'--data=d', '--output-dir=o']) == 2",
         "import lazysched.cli; assert lazysched.cli.main(['doctor', '--help']) == 0",
         "import lazysched.cli; assert lazysched.cli.main(['doctor', '--dir', 'absent']) == 2",
         "import lazysched.doctor.examine, lazysched.doctor.child",
@@ -77,6 +81,15 @@ def test_looking_at_plans_never_loads_torch(tmp_path: Path, command: str) -> Non
     solve(profile, batch_size=1, gpu_memory_bytes=10**8, host_memory_bytes=10**9).plan.save(tmp_path / "p.json")
     code = f"import lazysched.cli; assert lazysched.cli.main({command.split()!r}) == 0"
     assert not _loaded(tmp_path, code) & {"torch", "transformers"}
+
+
+def test_looking_at_a_run_never_loads_torch(tmp_path: Path) -> None:
+    row = StepRow(0, 1.0, 1.0, 1e-3, tokens=8, trained_tokens=4, step_s=0.5, skipped=False)
+    (tmp_path / "log.jsonl").write_text(row.as_line())
+    assert not _loaded(tmp_path, "import lazysched.cli; assert lazysched.cli.main(['report', '.']) == 0") & {
+        "torch", "transformers",
+    }  # fmt: skip
+    assert (tmp_path / "report.html").is_file()
 
 
 def test_sweeping_budgets_never_loads_torch(tmp_path: Path) -> None:

@@ -64,7 +64,7 @@ def test_the_steps_feed_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     result = SimpleNamespace(
         measured_step_s=2.0, predicted_step_s=1.5, num_skipped=3, peak_bytes={"gpu": 3 * 10**9, "host": 5 * 10**9},
         predicted_peak_bytes={"gpu": 2 * 10**9}, held_out_loss_before=1.25, held_out_loss_after=0.75,
-        output_dir="out/model", timed=TimedSteps((3, 4), {"h2d": 0.25}, 0.5, {"h2d": 7 * 10**9}),
+        output_dir=tmp_path / "model", timed=TimedSteps((3, 4), {"h2d": 0.25}, 0.5, {"h2d": 7 * 10**9}),
         predicted_exposed_s={"h2d": 0.125, "cpu": 0.0625}, predicted_moved_bytes={"h2d": 6 * 10**9},
     )  # fmt: skip
     measure, find_plan, show, run = Calls(PROFILE), Calls(Solution), Calls(), Calls(result)

@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from lazysched.cli import main
+from lazysched.runtime import reporters
 from lazysched.schemas import Plan, Prediction
 from lazysched.train_config import ALIASES, NEEDED, PLANNED, TrainConfig, read_config
 from tests.packaging.test_cli import PLAN, Calls, refused, replace_module
@@ -16,7 +17,7 @@ from tests.packaging.test_cli import PLAN, Calls, refused, replace_module
 SETTINGS = "model_name_or_path: m\ndataset: d.jsonl\noutput-dir: out\nplan: plan.json\nlearning_rate: 1e-5\nseed: 7\n"
 RESULT = SimpleNamespace(
     measured_step_s=None, predicted_step_s=1.5, num_skipped=0, timed=None, predicted_exposed_s={},
-    predicted_moved_bytes={}, peak_bytes={}, held_out_loss_before=None, output_dir="out",
+    predicted_moved_bytes={}, peak_bytes={}, held_out_loss_before=None, output_dir=Path("out"),
 )  # fmt: skip
 
 
@@ -67,6 +68,31 @@ def test_what_the_run_takes_is_what_the_settings_are(run: Calls) -> None:
     assert set(run) == set(TrainConfig.model_fields) - {*PLANNED, "plan"} | {"console"}
 
 
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [("none", []), ("[]", []), ("wandb", ["wandb"]), ("tensorboard, wandb", ["tensorboard", "wandb"]),
+     ("[trackio, wandb]", ["trackio", "wandb"])],
+)  # fmt: skip
+def test_reporters_are_a_list(run: Calls, monkeypatch: pytest.MonkeyPatch, text: str, names: list[str]) -> None:
+    monkeypatch.setattr(reporters, "find_spec", lambda name: name)
+    Path("c.yaml").write_text(f"{SETTINGS}report_to: {text}\n", encoding="utf-8")
+    assert main(["train", "c.yaml"]) == 0
+    assert run["report_to"] == names
+    flags = [part for name in names for part in ("--report-to", name)]
+    assert main(["train", "c.yaml", *(flags or ["--report_to", "none"])]) == 0
+    assert run["report_to"] == names
+
+
+def test_a_missing_reporter_is_refused_before_a_plan_is_made(
+    run: Calls, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(reporters, "find_spec", lambda name: None)
+    Path("c.yaml").write_text(SETTINGS.replace("plan: plan.json\n", ""), encoding="utf-8")
+    message = refused(capsys, ["train", "c.yaml", "--report-to", "tensorboard"])
+    assert "report_to: tensorboard is not installed; run pip install 'lazysched[tensorboard]'" in message
+    assert not run
+
+
 def test_transformers_say_true_for_the_newest_checkpoint(run: Calls) -> None:
     Path("c.yaml").write_text(SETTINGS + "resume_from_checkpoint: true\n", encoding="utf-8")
     assert main(["train", "c.yaml"]) == 0
@@ -85,6 +111,8 @@ def test_transformers_say_true_for_the_newest_checkpoint(run: Calls) -> None:
         ("lr_scheduler_type: step", "c.yaml: lr_scheduler_type: is 'step': Input should be 'linear', 'cosine' or"),
         ("optimizer: {name: adamw}", "c.yaml: optimizer: unknown setting"),
         ("eval_data: [a, b]", "c.yaml: eval_data: is a list: Input should be a valid string"),
+        ("report_to: all", "c.yaml: report_to: is 'all': name those you want of tensorboard, wandb, trackio"),
+        ("report_to: mlflow", "c.yaml: report_to.0: is 'mlflow': Input should be 'tensorboard', 'wandb' or 'trackio'"),
         ("- a\n- b", "c.yaml: holds no settings; write lines as learning_rate: 1e-5"),
         ("a: [", "c.yaml: not valid YAML"),
     ],

@@ -108,7 +108,7 @@ def test_without_matplotlib_the_remedy_is_named(
     for name in ("lazysched.plan_page", "lazysched.plots"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert "pip install 'lazysched[notebooks]'" in refused(capsys, ["plot", "plan.json", "-o", "p.html"])
+    assert "pip install 'lazysched[plots]'" in refused(capsys, ["plot", "plan.json", "-o", "p.html"])
 
 
 def test_no_torch_is_loaded(in_tmp: Path) -> None:

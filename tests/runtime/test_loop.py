@@ -18,12 +18,13 @@ from lazysched.runtime.batch import Batch
 from lazysched.runtime.blocks import add_gradients
 from lazysched.runtime.executor import StepResult
 from lazysched.runtime.hybrid8 import Coefficients
-from lazysched.runtime.loop import History, StepRow, TrainingLoop, mean_loss
+from lazysched.runtime.loop import History, TrainingLoop, mean_loss
 from lazysched.runtime.model import Model
 from lazysched.runtime.schedule import LearningRateSchedule, SchedulerType
 from lazysched.runtime.session import Session
 from lazysched.runtime.stage_updates import AdamWSettings
 from lazysched.schemas import Dtype, Plan, StagePlan, StateFormat, Update
+from lazysched.step_rows import StepRow
 from tests.runtime.tiny import CPU, SEQ_LEN, llama, uneven_batch, variants_of
 
 

@@ -1,0 +1,15 @@
+"""Lines that a run says, as they are: no markup, no colours of numbers, no breaks but the terminal's."""
+
+from __future__ import annotations
+
+from rich.console import Console
+
+
+def say(console: Console, text: str) -> None:
+    """Show a line."""
+    console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+def warn(console: Console, text: str) -> None:
+    """Show a line as a warning."""
+    console.print(f"warning: {text}", style="yellow", highlight=False, markup=False, soft_wrap=True)
