@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lazysched.errors import UsageError
-from lazysched.optimizer_state import ALIGNMENT_BYTES
+from lazysched.flat_store import aligned
 from lazysched.profiles.shapes import BlockShape, ModelShape
 from lazysched.profiles.variant_costs import COMPILED, UNCOMPILED, Redone, VariantCosts, variant_name
 from lazysched.schemas import BYTES_PER_ELEMENT, Curve, Hardware, Profile, Rate, SaveVariant, Tier, Timing
@@ -140,10 +140,10 @@ class _Estimate:
 
     def _block(self, block: BlockShape, costs: VariantCosts, rows: int, *, is_first: bool) -> SaveVariant:
         tokens, element = rows * self.seq_len, self.rates.element_bytes
-        saved = {"input": _aligned(tokens * block.hidden * element)}
+        saved = {"input": aligned(tokens * block.hidden * element)}
         kept_bytes = costs.all_kept(block).bytes_per_token(block, element)
         if kept_bytes:
-            saved["intermediates"] = _aligned(tokens * kept_bytes)
+            saved["intermediates"] = aligned(tokens * kept_bytes)
         forward, backward = _block_seconds(block, costs.redone, rows, self.seq_len, self.rates)
         return SaveVariant(
             name=variant_name(costs, block, is_first=is_first), compiled=self.compiled, budget=costs.budget,
@@ -260,10 +260,6 @@ def _attention_s(block: BlockShape, rows: int, seq_len: int, rates: _Rates) -> f
     pairs = rows * (seq_len * window - window * window / 2)
     share = ATTENTION_SHARE * window / (window + ATTENTION_TOKENS)
     return 4 * pairs * block.attention / (share * rates.matmul_flop_per_s)
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 def _timing(seconds: float) -> Timing:

@@ -52,6 +52,10 @@ class TimeRows:
         self.windows = range(self.num_windows)
         self.forward_blocks = range(1, self.head)
         self.backward_blocks = range(self.head + 1, self.num_windows - 1)
+        self.turn = self.num_windows - 1 - instance.num_forward_only
+        """Window from which on no block computes: nothing before is trained."""
+        self.trained = [costs.is_trained for costs in (instance.embed, *instance.blocks, instance.head)]
+        """Per forward window, whether its stage has a gradient."""
         self.comp = [self._compute_s(w) + self._early_gpu_update_s(w) for w in self.windows]
         self.recompute = [self.m * self.of_saving(w, self.backward_blocks, "recompute_s") for w in self.windows]
         self.load = [self._load_s(w) for w in self.windows]
@@ -133,7 +137,7 @@ class TimeRows:
             return self.decisions.ends_on(lambda c: c.load_s, gpu=False, embed=window == 0, head=window != 0)
         if window < self.head:
             return self.decisions.state(block, lambda c: c.load_s, *ON_HOST)
-        return _ZERO if self.held(window) else self.decisions.state(block, lambda c: c.load_s, *STREAMED)
+        return _ZERO if self.held(window) else self.decisions.state(block, lambda c: c.reload_s, *STREAMED)
 
     def held(self, window: int) -> bool:
         """Whether the window is the backward of a block that, at the turn, still lies in its slot if it streams."""
@@ -187,7 +191,7 @@ class TimeRows:
     def _upload_rows(self) -> None:
         """Slots are free once the stage that streamed through them p + 1 streamed stages before has computed."""
         for w in self.windows[self.depth + 1 :]:
-            if self.block(w) is None:
+            if self.block(w) is None or w >= self.turn:
                 continue
             gate = w - self.depth - 1
             between = [self.block(k) for k in range(gate, w + 1)]
@@ -215,6 +219,15 @@ class TimeRows:
             if fetches and self.m > 1:
                 end = self._first_fetches(w, first, end)
             end += self.again[w]
+        if not all(self.trained):  # else uploads of the next step wait for updates, and those for all of this
+            self.problem += self.tx[0] + self.period >= end
+            self.problem += self.tx[0] + self.period >= self._batch_read_end()
+
+    def _batch_read_end(self) -> Expression:
+        """When the step is done with its batch: the next one's, which comes before all uploads, takes its place."""
+        last, instance = (self.num_windows - 1 if self.trained[0] else self.head), self.instance
+        variant = instance.embed_variant if self.trained[0] else instance.head_variant
+        return self.tc[last] + self.m * variant.backward.seconds
 
     def _first_fetches(self, window: int, first: int, before: Expression) -> Expression:
         """The fetches of a window that may run before it computes; returns their end."""
@@ -274,16 +287,17 @@ class TimeRows:
         return self.m * max(o.save_s + o.forward_s for options in self.instance.saves for o in options)
 
     def _gradient_rows(self) -> None:
-        """Gradients leave after their window; their slot must be free again ``lag + 1`` windows later."""
+        """Gradients leave after their window; their slot must be free again ``lag + 1`` gradients later."""
+        senders = [w for w in self.backward_blocks if self.trained[self.num_windows - 1 - w]]
+        users = dict(zip(senders, senders[self.lag + 1 :], strict=False))
         for w in range(self.head, self.num_windows):
             end = self.ty[w] + self.grads[w]
             self.problem += self.ty[w] >= self._compute_end(w)
             self.problem += (self.ty[w + 1] if w + 1 < self.num_windows else self.te) >= end
-            user = w + self.lag + 1
-            if w in self.backward_blocks and user in self.backward_blocks:
+            if w in users:
                 # With accumulation only the rounding at the end of the window needs the slot.
-                start = self.tc[user] + self.recompute[user]
-                self.problem += (start if self.m == 1 else self.tc[user + 1]) >= end
+                start = self.tc[users[w]] + self.recompute[users[w]]
+                self.problem += (start if self.m == 1 else self.tc[users[w] + 1]) >= end
 
     def _update_rows(self) -> None:
         """The upload for the next step waits for its update, and updates wait for the clip factor."""
@@ -299,7 +313,8 @@ class TimeRows:
                 own += self.instance.copy_slowdown * (self.load[w - 1] + self.m * self.save[w - 1])
             updated = self.problem.add_variable(f"cc_{w}", 0)
             self.problem += updated >= before + own
-            self.problem += self.tx[w] + self.period >= self.te + updated
+            if self.trained[w]:
+                self.problem += self.tx[w] + self.period >= self.te + updated
             self.updates.append((updated, own))
             before = updated
         self.problem += self.period >= before
@@ -313,10 +328,11 @@ class TimeRows:
             own += self.instance.copy_slowdown * copied
             updated = self.problem.add_variable(f"cc_{w}", 0)
             self.problem += updated >= before + own
-            self.problem += updated >= self.ty[w] + self.grads[w] + own
-            # A stage that the GPU updates waits for none of this.
-            free = self.longest_step_s() * self._of_gradient(w, lambda c: 1.0, gpu=True)
-            self.problem += self.tx[self.num_windows - 1 - w] + self.period >= updated - free
+            if self.trained[self.num_windows - 1 - w]:
+                self.problem += updated >= self.ty[w] + self.grads[w] + own
+                # A stage that the GPU updates waits for none of this.
+                free = self.longest_step_s() * self._of_gradient(w, lambda c: 1.0, gpu=True)
+                self.problem += self.tx[self.num_windows - 1 - w] + self.period >= updated - free
             self.updates.append((updated, own))
             before, total = updated, total + own
         self.problem += self.period >= total
