@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from lazysched.errors import UsageError
 from lazysched.flat_store import flat_bytes
-from lazysched.schemas import Stage
+from lazysched.schemas import Plan, Stage
 
 
 def select_trained(stages: Sequence[Stage], patterns: Sequence[str]) -> list[Stage]:
@@ -71,9 +71,29 @@ def first_trained(stages: Sequence[Stage]) -> int:
     return next((place for place, stage in enumerate(stages) if stage.is_trained), len(stages))
 
 
-def same_patterns(some: Sequence[str], others: Sequence[str]) -> bool:
-    """Whether two lists of patterns are alike but for order and repetition."""
-    return set(some) == set(others)
+def check_trained(patterns: Sequence[str], plan: Plan) -> None:
+    """Refuse ``patterns`` that train other parameters than ``plan`` does.
+
+    Without the profile in the plan, nobody knows the names yet: the patterns must be the plan's then.
+
+    Raises:
+        UsageError: they do, or a pattern is in no name.
+    """
+    if set(patterns) == set(plan.trainable):
+        return
+    if plan.profile is not None and _trains(patterns, plan.profile.stages):
+        return
+    planned = ", ".join(plan.trainable) or "everything"
+    raise UsageError(
+        f"trainable: {', '.join(patterns)}, the plan trains {planned}; profile and solve for it, or leave it out"
+    )
+
+
+def _trains(patterns: Sequence[str], stages: Sequence[Stage]) -> bool:
+    """Whether ``patterns`` choose what is trained of ``stages``."""
+    whole = [stage.model_copy(update={"trainable": True}) for stage in stages]
+    chosen = select_trained(whole, patterns)
+    return [stage.trained_params for stage in chosen] == [stage.trained_params for stage in stages]
 
 
 def trained_share(stages: Sequence[Stage]) -> str:

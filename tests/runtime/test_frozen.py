@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import re
 
+import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import PretrainedConfig, PreTrainedModel
 
+from lazysched.errors import UsageError
+from lazysched.lower import lower
 from lazysched.runtime.batch import Batch
 from lazysched.runtime.model import Model
 from lazysched.runtime.session import Session
-from lazysched.schemas import Plan, StateFormat
+from lazysched.schemas import Plan, StagePlan, StateFormat, Tier
 from tests.lowering.plans import plans
 from tests.runtime.reference import Hybrid8Loop, ReferenceLoop
+from tests.runtime.test_compiled import compiled_variants, interpreted
 from tests.runtime.test_plans_do_not_change_results import (
     CHUNK_TOKENS,
     DECAY,
@@ -27,6 +31,8 @@ from tests.runtime.test_plans_do_not_change_results import (
     reference_model,
 )  # fmt: skip
 from tests.runtime.tiny import CPU, SEQ_LEN, llama, variants_of
+
+__all__ = ["interpreted"]
 
 NAMES = {tied: [name for name, _ in reference_model(llama(tied)).named_parameters()] for tied in (True, False)}
 """Tied -> parameters, the tied matrix once, under the embedding's name."""
@@ -128,3 +134,88 @@ def test_any_parameters_trained(case: tuple[Plan, bool, list[str]]) -> None:
 @given(cases("hybrid8"))
 def test_any_parameters_trained_with_8bit_state(case: tuple[Plan, bool, list[str]]) -> None:
     check(*case, "hybrid8")
+
+
+SETS = {
+    "projections of one block": ["layers.1.self_attn.[qk]_proj"],
+    "norms and the last product": ["norm", "down_proj"],
+    "last block and head": ["layers.2.", "lm_head"],
+    "final norm alone": ["^model.norm"],
+}
+
+
+def plan_for(trainable: list[str], *, compiled: bool) -> Plan:
+    """Everything on the GPU and kept, two micro-batches."""
+    model = Model(llama(False), "float32", CPU, micro_batch=MICRO_BATCH, seq_len=SEQ_LEN, trainable=trainable)
+    variants = compiled_variants(model) if compiled else variants_of(model, MICRO_BATCH, SEQ_LEN)
+    stages = {stage.id: StagePlan(weights="gpu", state="gpu") for stage in model.stages}
+    for stage in model.stages[1:-1]:
+        save = "all" if model.has_backward(stage) else "input"
+        saved_tiers: dict[str, Tier] = {"intermediates": "gpu"} if save == "all" else {}
+        stages[stage.id] = StagePlan(weights="gpu", state="gpu", save=save, saved_tiers=saved_tiers)
+    return Plan(
+        model_id=model.model_id, hardware_id="any", compute_dtype="float32", batch_size=2 * MICRO_BATCH,
+        seq_len=SEQ_LEN, micro_batch=MICRO_BATCH, accumulation=2, loss_chunk_tokens=CHUNK_TOKENS, variants=variants,
+        budget_bytes={}, stages=stages, trainable=trainable,
+    )  # fmt: skip
+
+
+def gradients_of(plan: Plan) -> dict[str, torch.Tensor]:
+    with open_session(plan, llama(False), 1.0) as session:
+        session.executor.step(batches(2, llama(False).vocab_size, packed=False)[0], 0.0)
+        session.executor.drain()
+        return {n: g.clone() for stage in session.model.stages for n, g in session.gradients(stage).items()}
+
+
+@pytest.mark.parametrize("trainable", SETS.values(), ids=SETS)
+def test_compiled_graphs_have_the_same_gradients_and_no_others(trainable: list[str], interpreted: list[bool]) -> None:
+    """Uncompiled ones are those of plain PyTorch; graphs round otherwise, by a few ulp of sums of 32 terms."""
+    ours, theirs = (gradients_of(plan_for(trainable, compiled=compiled)) for compiled in (True, False))
+    assert set(ours) == set(theirs) == {n for n in NAMES[False] if any(re.search(p, n) for p in trainable)}
+    for name, grad in theirs.items():
+        assert (ours[name] - grad).norm() <= 1e-5 * grad.norm(), name
+
+
+@pytest.mark.parametrize(
+    ("trainable", "num_products"),
+    [([], 14), (["layers.1.mlp"], 10), (["layers.1.self_attn"], 11), (["input_layernorm"], 7), (["embed"], 7)],
+)
+def test_no_graph_multiplies_for_a_frozen_matrix(trainable: list[str], num_products: int) -> None:
+    """Seven matrices of a block: one product each for the gradient that goes on, one for that of each trained one."""
+    model = Model(llama(False), "float32", CPU, micro_batch=MICRO_BATCH, seq_len=SEQ_LEN, trainable=trainable)
+    _, backward, _ = model.joint_graph(model.stages[2]).split(1.0)
+    products = (torch.ops.aten.mm.default, torch.ops.lazysched.mm_into.default)
+    assert sum(node.target in products for node in backward.graph.nodes) == num_products
+
+
+@pytest.mark.parametrize(
+    ("patterns", "message"),
+    [
+        ([""], "trainable: '' is in every name; leave trainable out to train everything"),
+        (["lm_head("], "trainable: 'lm_head(' is no regular expression (missing ), unterminated subpattern"),
+        (["norm", "layers.9"], "trainable: 'layers.9' is in no parameter's name; they look like model.layers.0."),
+        (["lm_head"], "the output embedding is tied, it is model.embed_tokens.weight"),
+    ],
+)
+def test_wrong_patterns_are_refused(patterns: list[str], message: str) -> None:
+    with pytest.raises(UsageError) as refusal:
+        Model(llama(True), "float32", CPU, micro_batch=1, seq_len=SEQ_LEN, trainable=patterns)
+    assert message in str(refusal.value)
+
+
+def test_structures_tell_blocks_apart_that_are_not_trained_alike() -> None:
+    trained = ["layers.1.mlp", "layers.2.mlp", "layers.2.self_attn", "layers.3.self_attn"]
+    model = Model(llama(False, num_hidden_layers=6), "float32", CPU, micro_batch=1, seq_len=4, trainable=trained)
+    kinds = [stage.structure.removeprefix("LlamaDecoderLayer") for stage in model.stages[1:-1]]
+    assert kinds == ["-forward", "-part0", "-part1", "-part2", "-frozen", "-frozen"]
+    assert not model.stages[-1].is_trained
+    assert model.stages[3].num_trained == sum(model.stages[3].num_params for _ in "x") - 2 * 32  # but for two norms
+
+
+def test_plans_that_keep_for_a_backward_that_is_not_there_are_refused() -> None:
+    plan = plan_for(["lm_head"], compiled=False)
+    for change in ({"input_tier": "host"}, {"segment": 2}):
+        stages = plan.stages | {"block.0": plan.stages["block.0"].model_copy(update=change)}
+        model = Model(llama(False), "float32", CPU, micro_batch=MICRO_BATCH, seq_len=SEQ_LEN, trainable=["lm_head"])
+        with pytest.raises(UsageError, match=r"stages.block.0: has no backward, nothing before it is trained"):
+            lower(plan.model_copy(update={"stages": stages}), model.stages)

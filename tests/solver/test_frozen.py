@@ -11,11 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lazysched.errors import UsageError
 from lazysched.lower import lower
 from lazysched.schemas import Profile, StateFormat, Update
-from lazysched.solver import solve
+from lazysched.solver import simulate_plan, solve
 from lazysched.solver.bounds import count_bound_s
 from lazysched.solver.choice_batch import ChoiceBatch
+from lazysched.solver.decision_costs import base_of, stage_costs
 from lazysched.solver.instance import Instance
 from lazysched.solver.measured import offload_limits
 from lazysched.solver.plans import Choices
@@ -129,3 +131,34 @@ def test_only_what_is_trained_has_state_and_moves_back() -> None:
     found = [plan.predicted for plan in plans if plan.predicted]
     assert found[0].moved_bytes["d2h"] - found[1].moved_bytes["d2h"] == pytest.approx(6 * 4e6, rel=1e-3)
     assert found[0].peak_bytes["host"] - found[1].peak_bytes["host"] == pytest.approx(6 * 12e6, rel=1e-3)
+
+
+def test_a_profile_of_other_parameters_trained_is_refused() -> None:
+    whole = with_two_matrices(tiny_profile(2))
+    plan = solve(with_frozen(whole, ["head.w"]), batch_size=1, gap=GAP).plan
+    message = r"^profile: trainable: measured with everything trained, the plan trains \^head\\\.w\$; name another$"
+    with pytest.raises(UsageError, match=message):
+        simulate_plan(plan, whole)
+
+
+def test_a_profile_that_trains_nothing_is_refused() -> None:
+    profile = tiny_profile(2)
+    stages = [stage.model_copy(update={"trainable": False}) for stage in profile.stages]
+    with pytest.raises(UsageError, match=r"^profile: stages: no parameter is trained; profile again$"):
+        solve(profile.model_copy(update={"stages": stages}), batch_size=1)
+
+
+def test_what_a_plan_says_of_blocks_without_a_backward() -> None:
+    """They keep nothing, and explaining the plan looks at no way for them to keep anything."""
+    whole = with_two_matrices(tiny_profile(4))
+    profile = with_frozen(whole, ["block.3.w", "head.w", "head.v"])
+    plan = solve(profile, batch_size=1, gap=GAP).plan
+    frame = plan.to_frame()
+    assert list(frame.saved_bytes[["block.0", "block.1", "block.2"]]) == [0, 0, 0]
+    assert frame.saved_bytes["block.3"] > 0
+    assert list(frame.state_bytes[["embed", "block.0", "block.1", "block.2"]]) == [0, 0, 0, 0]
+    base = base_of(plan, profile)
+    costs = {stage: costs for costs in stage_costs(base) for stage in costs.stages}
+    words = " ".join(alternative.words for alternative in costs["block.0"].alternatives)
+    assert "saving" not in words
+    assert "what it saves" not in words
