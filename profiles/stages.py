@@ -15,7 +15,7 @@ from lazysched.layout import MASTER_BYTES
 from lazysched.profiles.attention import representatives
 from lazysched.profiles.clock import num_repeats, stopwatch, synchronize, timing, wall_s
 from lazysched.profiles.fragmentation import fragmentation_bytes
-from lazysched.profiles.live_bytes import memory_meter
+from lazysched.profiles.passes import Pass, working_bytes_of
 from lazysched.profiles.random_data import random_normal, random_tokens, random_weights
 from lazysched.profiles.variants import UNCOMPILED, Wanted, candidates, interpolated, kept_bytes, worth_keeping
 from lazysched.runtime.blocks import BlockForm, add_gradients
@@ -31,27 +31,6 @@ from lazysched.trainable import trained_part
 OUTPUT_GRAD_SCALE = 1e-3
 HEAT_S = 0.5
 NO_BACKWARD = Timing(median_s=0.0, reason="nothing is trained here or before")
-
-
-@dataclass(frozen=True)
-class Pass:
-    """A forward and the backward that uses up what it kept.
-
-    Attributes:
-        forward: returns what the backward needs.
-        backward: takes that; None where nothing is trained in the stage or before it.
-        kept_bytes: of what the forward leaves behind.
-    """
-
-    forward: Callable[[], Any]
-    backward: Callable[[Any], Any] | None
-    kept_bytes: Callable[[Any], int]
-
-    def run(self) -> None:
-        """Both."""
-        kept = self.forward()
-        if self.backward is not None:
-            self.backward(kept)
 
 
 @dataclass(frozen=True)
@@ -297,7 +276,7 @@ class _Measuring:
         if self.device.type == "cuda":
             stage_pass.run()  # libraries take their workspaces now, outside the figures
         working_bytes: list[int] = []
-        once_s = wall_s(lambda: working_bytes.extend(_working_bytes(stage_pass, self.device)), self.device)
+        once_s = wall_s(lambda: working_bytes.extend(working_bytes_of(stage_pass, self.device)), self.device)
         self._heat(stage_pass, once_s)
         forward, backward = stopwatch(self.device), stopwatch(self.device)
         for _ in range(num_repeats(once_s, self.repeats)):
@@ -322,19 +301,3 @@ class _Measuring:
         if self.device.type == "cuda":
             synchronize(self.device)
             torch.cuda.empty_cache()
-
-
-def _working_bytes(stage_pass: Pass, device: torch.device) -> tuple[int, int]:
-    """Most bytes while the forward runs beyond what it keeps, and while the backward runs beyond what was there."""
-    with memory_meter(device) as meter:
-        before_bytes = meter.live_bytes()
-        meter.reset_peak()
-        kept = stage_pass.forward()
-        forward_bytes = meter.peak_bytes() - before_bytes - stage_pass.kept_bytes(kept)
-        if stage_pass.backward is None:
-            return max(0, forward_bytes), 0
-        before_bytes = meter.live_bytes()
-        meter.reset_peak()
-        stage_pass.backward(kept)
-        backward_bytes = meter.peak_bytes() - before_bytes
-    return max(0, forward_bytes), max(0, backward_bytes)

@@ -219,3 +219,23 @@ def test_plans_that_keep_for_a_backward_that_is_not_there_are_refused() -> None:
         model = Model(llama(False), "float32", CPU, micro_batch=MICRO_BATCH, seq_len=SEQ_LEN, trainable=["lm_head"])
         with pytest.raises(UsageError, match=r"stages.block.0: has no backward, nothing before it is trained"):
             lower(plan.model_copy(update={"stages": stages}), model.stages)
+
+
+def test_a_block_compiled_for_real() -> None:
+    """Inductor's halves of a block of which the feed-forward part is trained, against its own code."""
+    model = Model(llama(False), "float32", CPU, micro_batch=MICRO_BATCH, seq_len=SEQ_LEN, trainable=["mlp"])
+    stage, arguments = model.stages[1], model.arguments(model.stages[1])
+    torch.manual_seed(0)
+    weights, hidden = torch.randn(stage.weight_bytes // 4) / 8, torch.randn(model.calls.hidden_shape)
+    model.templates[stage.structure].bind(weights, stage)
+    found = []
+    for budget in (None, 1.0):
+        form = model.block_form(stage, budget, keep=True)
+        targets = [torch.empty(shape) for shape in stage.trained_params.values()]
+        output, input_grad = torch.empty_like(hidden), torch.empty_like(hidden)
+        saved = form.forward(hidden, arguments, output)
+        form.backward(saved, arguments, torch.ones_like(hidden), input_grad, targets, first=True)
+        found.append([output, input_grad, *targets])
+    assert len(found[0]) == 2 + 3
+    for ours, theirs in zip(*found, strict=True):
+        assert (ours - theirs).norm() <= 1e-5 * theirs.norm()
