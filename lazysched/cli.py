@@ -25,6 +25,7 @@ from lazysched.outputs import require_folder_of
 from lazysched.schemas import Profile
 from lazysched.solve_command import solve
 from lazysched.train_command import train
+from lazysched.trainable import trained_share
 from lazysched.units import parse_bytes
 
 INTERRUPTED = 130
@@ -130,6 +131,14 @@ def profile(
     packing: Annotated[
         bool, typer.Option("--packing", help="Rows hold several samples, which do not see each other.")
     ] = False,
+    trainable: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="PATTERN",
+            help="Regular expression: parameters in whose name it is found are trained, all others are frozen; repeat "
+            "it for more. [everything]",
+        ),
+    ] = None,
     pin_limit: Annotated[
         str | None,
         typer.Option(help="Most host memory that can be page-locked, as 16GB. [no limit unless one is met]"),
@@ -166,10 +175,13 @@ def profile(
             compiled=compiled,
             packing=packing,
             pin_limit_bytes=pin_limit_bytes,
+            trainable=trainable or None,
         )
         measured.save(output)
         for warning in measured.doubts():
             Console(stderr=True).print(f"warning: {warning}", highlight=False, markup=False, soft_wrap=True)
+        if measured.trainable:
+            Console().print(f"trained: {trained_share(measured.stages)}", highlight=False)
     Console().print(f"wrote {output}", highlight=False, markup=False)
 
 
@@ -179,7 +191,7 @@ def _refine_profile(context: typer.Context, from_run: Path | None, profile_file:
         raise UsageError("--from-run: missing; --profile names what a run refines, name the run's --output-dir too")
     if profile_file is None:
         raise UsageError("--profile: missing; --from-run refines a profile, name the one that the plan was solved from")
-    for name in ("model", "device", "dtype", "seq_len", "micro_batch", "storage", "packing", "pin_limit"):
+    for name in ("model", "device", "dtype", "seq_len", "micro_batch", "storage", "packing", "pin_limit", "trainable"):
         source = context.get_parameter_source(name)
         if source is not None and source.name == "COMMANDLINE":
             shown = "MODEL" if name == "model" else f"--{name.replace('_', '-')}"

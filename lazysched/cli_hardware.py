@@ -20,13 +20,20 @@ def profile_to_solve(
     model: str | None,
     seq_len: int | None,
     micro_batches: Sequence[int] | None,
+    trainable: Sequence[str] | None,
 ) -> Profile:
     """The profile in a file, or the estimate of a model on a kind of machine; never loads torch.
 
     Raises:
         UsageError: neither or both were asked for, or one of their files is wrong.
     """
-    estimating = {"--hardware": hardware, "--model": model, "--seq-len": seq_len, "--micro-batch": micro_batches}
+    estimating = {
+        "--hardware": hardware,
+        "--model": model,
+        "--seq-len": seq_len,
+        "--micro-batch": micro_batches,
+        "--trainable": trainable,
+    }
     if profile_file is not None:
         given = [flag for flag, value in estimating.items() if value]
         if given:
@@ -43,11 +50,14 @@ def profile_to_solve(
     machine = load_hardware(hardware)
     shape = load_shape(model, machine.compute_dtype)
     return estimate(
-        machine, shape, seq_len=seq_len or DEFAULT_SEQ_LEN, micro_batches=micro_batches or DEFAULT_MICRO_BATCHES
-    )
+        machine, shape, seq_len=seq_len or DEFAULT_SEQ_LEN, micro_batches=micro_batches or DEFAULT_MICRO_BATCHES,
+        trainable=trainable or None,
+    )  # fmt: skip
 
 
-_OF_THE_MODEL = ("model", "dtype", "seq_len", "micro_batch", "compiled", "packing", "from_run", "profile_file")
+_OF_THE_MODEL = (
+    "model", "dtype", "seq_len", "micro_batch", "compiled", "packing", "trainable", "from_run", "profile_file",
+)  # fmt: skip
 
 
 def measure_machine(

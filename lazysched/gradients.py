@@ -23,8 +23,11 @@ class Gradients:
         self._waits_for_norm = layout.plan.update.waits_for_norm
         self._num_left = 0
 
-    def target(self, stage: Stage) -> str:
-        """GPU buffer that the stage's backward adds its gradient to."""
+    def targets(self, stage: Stage) -> tuple[str, ...]:
+        """The GPU buffer that the stage's backward adds its gradient to; none where all of it is frozen."""
+        return (self._target(stage),) if stage.is_trained else ()
+
+    def _target(self, stage: Stage) -> str:
         return self._layout.accumulator(stage) if self._layout.accumulates(stage) else self._finished(stage)
 
     def _finished(self, stage: Stage) -> str:
@@ -45,18 +48,24 @@ class Gradients:
         )  # fmt: skip
 
     def leave(self, stage: Stage) -> None:
-        """Round the finished gradient, take its norm and, for the host, send it there; update if nothing forbids."""
+        """Round the finished gradient, take its norm and, for the host, send it there; update if nothing forbids.
+
+        A frozen stage has none.
+        """
+        if not stage.is_trained:
+            return
         layout, gradient = self._layout, self._finished(stage)
+        grad_bytes = layout.grad_bytes(stage)
         accumulates = layout.accumulates(stage)
-        read_bytes = (MASTER_BYTES * layout.elements(stage) + stage.weight_bytes) if accumulates else 0
+        read_bytes = (MASTER_BYTES * layout.elements(stage) + grad_bytes) if accumulates else 0
         self._emit(
             f"norm/{stage.id}", "norm", "compute", stage=stage.id, cost=("link", "gpu"),
-            num_bytes=read_bytes + stage.weight_bytes, reads=(self.target(stage),),
+            num_bytes=read_bytes + grad_bytes, reads=(self._target(stage),),
             writes=("gpu/norms", gradient) if accumulates else ("gpu/norms",),
         )  # fmt: skip
         if layout.on_host(stage):
             self._emit(
-                f"grads/{stage.id}", "copy", "d2h", stage=stage.id, num_bytes=stage.weight_bytes, reads=(gradient,),
+                f"grads/{stage.id}", "copy", "d2h", stage=stage.id, num_bytes=grad_bytes, reads=(gradient,),
                 writes=(f"host/grads/{stage.id}",),
             )  # fmt: skip
             self._num_left += stage.is_block
@@ -81,7 +90,8 @@ class Gradients:
         if self._waits_for_norm:
             self.scale()
             for stage in self._layout.stages:
-                self._update(stage)
+                if stage.is_trained:
+                    self._update(stage)
 
     def _send_small(self, kind: str) -> None:
         source = self._emitter.buffers[f"gpu/{kind}"]
@@ -95,7 +105,7 @@ class Gradients:
         record = self._staging.record(stage)
         self._emit(
             f"update/{stage.id}", "update", "cpu" if on_host else "compute", stage=stage.id,
-            cost=("update", processor, self._layout.choice(stage).state_format), num_params=stage.num_params,
+            cost=("update", processor, self._layout.choice(stage).state_format), num_params=stage.num_trained,
             working_bytes=self._layout.update_working_bytes(stage),
             reads=(f"{place}/grads/{stage.id}", f"{place}/scale"), writes=record,
         )  # fmt: skip

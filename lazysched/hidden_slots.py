@@ -43,6 +43,8 @@ def num_hidden_slots(layout: Layout, training: bool) -> int:
         return in_flight
     waiting, most, leaving = 0, 0, 0
     for segment in layout.segments:
+        if not layout.has_backward(segment[0]):
+            continue
         if layout.choice(segment[0]).input_tier == "gpu":
             waiting += 1
         else:

@@ -25,6 +25,7 @@ from lazysched.schemas import (
     variant_key,
 )
 from lazysched.segments import segments_of
+from lazysched.trainable import first_trained, trained_part
 
 MASTER_BYTES = 4
 """fp32 accumulators and master weights."""
@@ -51,9 +52,11 @@ class Layout:
         self.embed, self.blocks, self.head = self.stages[0], self.stages[1:-1], self.stages[-1]
         self.tied = self.head.shares is not None
         self.element_bytes = BYTES_PER_ELEMENT[plan.compute_dtype]
+        self.trained = {stage.id: trained_part(stage, self.element_bytes) for stage in stages}
+        self._with_backward = {stage.id for stage in self.stages[first_trained(stages) :]}
         self.variants = {stage.id: self._variant(stage) for stage in stages}
         for stage in self.stages:
-            _check_choice(stage, plan.stages[stage.id], self.variants[stage.id])
+            _check_choice(stage, plan.stages[stage.id], self.variants[stage.id], self.has_backward(stage))
         self.segments = segments_of(plan, self.blocks)
         self._begins_segment = {segment[0].id for segment in self.segments}
         self._next_of_segment = {s.id: after for segment in self.segments for s, after in pairwise(segment)}
@@ -95,9 +98,17 @@ class Layout:
         """Whether the host updates the stage, from gradients in its memory and state there or in files."""
         return self.choice(stage).state != "gpu"
 
+    def has_backward(self, stage: Stage) -> bool:
+        """Whether the stage's backward runs: something is trained in it or before it."""
+        return stage.id in self._with_backward
+
+    def grad_bytes(self, stage: Stage) -> int:
+        """The stage's gradient in the computing dtype, of what is trained alone; laid out as ``trained[stage.id]``."""
+        return self.trained[stage.id].weight_bytes
+
     def elements(self, stage: Stage) -> int:
-        """Elements of the stage's flat store, alignment included."""
-        return stage.weight_bytes // self.element_bytes
+        """Elements of the stage's gradient, alignment included."""
+        return self.grad_bytes(stage) // self.element_bytes
 
     def state_bytes(self, stage: Stage) -> int:
         """The stage's optimizer state in the format that the plan chose for it."""
@@ -106,6 +117,8 @@ class Layout:
 
     def record_bytes(self, stage: Stage) -> int:
         """What an update reads from files and writes back: the state and, where they live there too, the weights."""
+        if not stage.is_trained:
+            return 0
         return self.state_bytes(stage) + (stage.weight_bytes if self.choice(stage).weights == "nvme" else 0)
 
     def update_working_bytes(self, stage: Stage) -> int:
@@ -116,11 +129,13 @@ class Layout:
 
     @property
     def norms_bytes(self) -> int:
-        """One fp32 norm for each tensor."""
-        return MASTER_BYTES * sum(len(stage.params) for stage in self.stages)
+        """One fp32 norm for each trained tensor."""
+        return MASTER_BYTES * sum(len(stage.trained_params) for stage in self.stages)
 
     def _tiers(self, stage: Stage) -> dict[str, Tier]:
         """Tensor group that waits for the backward -> where; what a segment makes anew is not among them."""
+        if not self.has_backward(stage):
+            return {}
         choice = self.choice(stage)
         tiers: dict[str, Tier] = {} if self.in_segment(stage) else dict(choice.saved_tiers)
         if self.keeps_input(stage):
@@ -155,7 +170,7 @@ class Layout:
 
     def keeps_input(self, stage: Stage) -> bool:
         """Whether the input of the stage's forward waits for the backward."""
-        return stage.id in self._begins_segment
+        return stage.id in self._begins_segment and self.has_backward(stage)
 
     def next_of_segment(self, stage: Stage) -> Stage | None:
         """The block that follows ``stage`` in its segment; None after the last."""
@@ -170,6 +185,8 @@ class Layout:
         """What the blocks run after the loss, each entry for all micro-batches."""
         order: list[tuple[Stage, Phase]] = []
         for segment in reversed(self.segments):
+            if not self.has_backward(segment[0]):
+                break
             order.extend((stage, "recompute") for stage in segment if self.recomputed(stage))
             order.extend((stage, "backward") for stage in reversed(segment))
         return order
@@ -235,15 +252,17 @@ def _check_stages(plan: Plan, stages: Sequence[Stage]) -> None:
         raise UsageError(f"plan: stages: {odd!r} is not in both plan and model; solve a plan for this model")
     if len(ids) < 3 or ids[0] != "embed" or ids[-1] != "head":
         raise UsageError(f"model: stages {ids[:1]}..{ids[-1:]} are not embed, blocks, head")
-    if any(not stage.trainable for stage in stages):
-        raise UsageError("model: a frozen stage cannot be trained around yet; make all stages trainable")
+    if not any(stage.is_trained for stage in stages):
+        raise UsageError("model: trainable: no parameter is trained; name some")
     if plan.update.mode != "exact":
         raise UsageError(f"plan: update.mode: {plan.update.mode!r} cannot be lowered yet; use exact")
 
 
-def _check_choice(stage: Stage, choice: StagePlan, variant: SaveVariant) -> None:
-    """Refuse decisions that do not fit the stage's variant."""
+def _check_choice(stage: Stage, choice: StagePlan, variant: SaveVariant, has_backward: bool) -> None:
+    """Refuse decisions that do not fit the stage's variant, or a backward that it does not have."""
     where = f"plan: stages.{stage.id}"
+    if stage.is_block and not has_backward and (choice.segment, choice.input_tier) != (1, "gpu"):
+        raise UsageError(f"{where}: has no backward, nothing before it is trained; use segment 1 and input_tier gpu")
     groups = set(variant.saved) - {"input"}
     if groups != set(choice.saved_tiers):
         raise UsageError(f"{where}.saved_tiers: names {sorted(choice.saved_tiers)}, the variant saves {sorted(groups)}")

@@ -8,6 +8,8 @@ Order of one training step (layer-major: a block is loaded once and serves every
 Where the plan gives up both clipping and the check for gradients that are not finite, each stage is updated as soon as
 its gradient is there instead.
 
+What is frozen has no gradient, no norm and no update; the backward ends at the first stage that trains anything.
+
 A segment of several blocks keeps its first input alone: its backward first runs the blocks forward again, in order,
 each for all micro-batches, keeping what their variant saves.
 
@@ -208,8 +210,8 @@ class _Lowering:
             reads.append(self.uploads.weights(layout.embed, "forward"))
         if self.training:
             self.hidden[m] = self.slots.take()
-            writes += [self.hidden[m], layout.accumulator(stage)]
-            writes += ["gpu/accumulator/shared"] if layout.tied else []
+            writes += [self.hidden[m], *self.gradients.targets(stage)]
+            writes += ["gpu/accumulator/shared"] if layout.tied and layout.embed.is_trained else []
         self.emit(
             op_id, "loss", "compute", stage=stage.id, phase="backward" if self.training else "forward", micro_batch=m,
             cost=("variant", stage.structure, variant.name, phase),
@@ -249,7 +251,8 @@ class _Lowering:
                 if phase == "backward":
                     self.gradients.leave(stage)
                 self._issue_uploads()
-        self._backward_embed()
+        if self.layout.embed.is_trained:
+            self._backward_embed()
 
     def _recompute(self, stage: Stage, m: int) -> None:
         """Run a block of a segment forward again; its output is the input of the next, which waits for its backward."""
@@ -279,20 +282,20 @@ class _Lowering:
             f"backward/{stage.id}/{m}", "backward", "compute", stage=stage.id, phase="backward", micro_batch=m,
             cost=("variant", stage.structure, variant.name, "backward"), num_bytes=layout.adding_bytes(stage, m),
             working_bytes=variant.working_backward_bytes,
-            reads=tuple(reads), writes=(input_grad, self.gradients.target(stage)),
+            reads=tuple(reads), writes=(input_grad, *self.gradients.targets(stage)),
         )  # fmt: skip
         self.slots.give(output_grad)
         self.hidden[m] = input_grad
 
     def _backward_embed(self) -> None:
         layout, stage = self.layout, self.layout.embed
-        variant, target = layout.variants[stage.id], layout.accumulator(stage)
+        variant = layout.variants[stage.id]
         for m in range(self.plan.accumulation):
             self.emit(
                 f"backward/embed/{m}", "backward", "compute", stage=stage.id, phase="backward", micro_batch=m,
                 cost=("variant", stage.structure, variant.name, "backward"),
                 working_bytes=variant.working_backward_bytes,
-                reads=(self.hidden[m], "gpu/batch"), writes=(target,),
+                reads=(self.hidden[m], "gpu/batch"), writes=self.gradients.targets(stage),
             )  # fmt: skip
             self.slots.give(self.hidden.pop(m))
         if layout.tied:

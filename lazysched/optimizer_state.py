@@ -10,10 +10,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from lazysched.flat_store import ALIGNMENT_BYTES as ALIGNMENT_BYTES
+from lazysched.flat_store import aligned
 from lazysched.schemas import FP32_STATE_ELEMENTS as FP32_STATE_ELEMENTS
 from lazysched.schemas import Stage, StateFormat
+from lazysched.trainable import trained_part
 
-ALIGNMENT_BYTES = 256
 BLOCK_ELEMENTS = 256
 """Elements of an 8-bit tensor that share a scale."""
 NUM_COEFFICIENTS = 14
@@ -39,7 +41,7 @@ class TensorState:
 
 
 def hybrid8_layout(stage: Stage, element_bytes: int, fp32_elements: int) -> tuple[list[TensorState], int]:
-    """The state of every tensor of ``stage`` and the bytes of the whole buffer.
+    """The state of every trained tensor of ``stage`` and the bytes of the whole buffer.
 
     Args:
         stage: names and shapes.
@@ -47,12 +49,12 @@ def hybrid8_layout(stage: Stage, element_bytes: int, fp32_elements: int) -> tupl
         fp32_elements: tensors with at most so many elements keep fp32 state, as one-dimensional ones do.
     """
     tensors, offset = [], 0
-    for name, shape in stage.params.items():
+    for name, shape in stage.trained_params.items():
         is_8bit = in_8bit(shape, fp32_elements)
         parts = {}
         for part, num_bytes in _part_bytes(math.prod(shape), is_8bit, element_bytes).items():
             parts[part] = (offset, num_bytes)
-            offset += -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+            offset += aligned(num_bytes)
         tensors.append(TensorState(name, shape, is_8bit, parts))
     return tensors, offset
 
@@ -62,7 +64,7 @@ def state_bytes(stage: Stage, element_bytes: int, state_format: StateFormat, fp3
     if state_format == "hybrid8":
         return hybrid8_layout(stage, element_bytes, fp32_elements)[1]
     copies = 3 if element_bytes < 4 else 2
-    return copies * 4 * (stage.weight_bytes // element_bytes)
+    return copies * 4 * (trained_part(stage, element_bytes).weight_bytes // element_bytes)
 
 
 def in_8bit(shape: tuple[int, ...], fp32_elements: int) -> bool:

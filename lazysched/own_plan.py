@@ -16,6 +16,7 @@ from lazysched.errors import UsageError
 from lazysched.lines import say
 from lazysched.schemas import Plan, Profile
 from lazysched.train_config import TrainConfig
+from lazysched.trainable import patterns_of
 from lazysched.units import format_bytes, format_seconds, parse_bytes
 
 DEFAULT_ROWS, DEFAULT_LENGTH = 8, 1024
@@ -40,6 +41,7 @@ def make_plan(settings: TrainConfig, console: Console) -> Plan:
     if not path.parent.is_dir():
         raise UsageError(f"output_dir: {settings.output_dir}: the folder {path.parent} does not exist; make it first")
     gpu_bytes, host_bytes = (_bytes(getattr(settings, name), name) for name in ("gpu_memory", "host_memory"))
+    patterns_of(settings.trainable)
     clip_norm = 1.0 if settings.max_grad_norm is None else settings.max_grad_norm or None
     _check_data(settings)
     profile = _profile(settings, rows, console)
@@ -86,6 +88,8 @@ def _profile(settings: TrainConfig, rows: int, console: Console) -> Profile:
     arguments: dict[str, Any] = {
         "device": device, "dtype": dtype, "seq_len": seq_len, "micro_batches": sizes_of(rows), "packing": packing,
     }  # fmt: skip
+    if settings.trainable is not None:
+        arguments["trainable"] = patterns_of(settings.trainable)
     path = _cached(settings.model, arguments)
     known = _load(path)
     if known is not None:

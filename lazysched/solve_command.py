@@ -31,6 +31,10 @@ def solve(
     micro_batch: Annotated[
         list[int] | None, typer.Option(min=1, help="Rows that go through at once in an estimate. [1 2 4 8]")
     ] = None,
+    trainable: Annotated[
+        list[str] | None,
+        typer.Option(metavar="PATTERN", help="What is trained in an estimate; as in `lazysched profile`. [everything]"),
+    ] = None,
     gpu_memory: Annotated[
         str | None, typer.Option(help="Most GPU memory, as 24GB. [what was free, beside a GPU less 0.5 GB]")
     ] = None,
@@ -78,7 +82,7 @@ def solve(
     given = {"gpu-memory": gpu_memory, "host-memory": host_memory, "nvme": nvme}
     budgets = plan_commands.parse_sweep_option(sweep, rows, given)
     files = file_options.file_settings(nvme, nvme_dir, not_executable, budgets)
-    measured = profile_to_solve(profile_file, hardware, model, seq_len, micro_batch)
+    measured = profile_to_solve(profile_file, hardware, model, seq_len, micro_batch, trainable)
     gpu_memory_bytes = None if gpu_memory is None else parse_bytes(gpu_memory, "--gpu-memory")
     host_memory_bytes = None if host_memory is None else parse_bytes(host_memory, "--host-memory")
     settings: dict[str, Any] = {

@@ -48,31 +48,31 @@ def _slots(prefix: str, count: int, num_bytes: int) -> dict[str, int]:
 
 
 def _of_stage(layout: Layout, stage: Stage, training: bool) -> dict[str, int]:
-    """Weights, gradient and optimizer state where they live, and the stage's own buffer on the GPU if it has one."""
+    """Weights, and of what is trained gradient and state, where they live; a buffer of its own on the GPU, if any."""
     place = "host" if layout.on_host(stage) else "gpu"
     choice = layout.choice(stage)
     home = "nvme" if choice.weights == "nvme" else place
-    sizes = {
-        f"{home}/weights/{stage.id}": stage.weight_bytes, f"{choice.state}/state/{stage.id}": layout.state_bytes(stage)
-    }  # fmt: skip
+    sizes = {f"{home}/weights/{stage.id}": stage.weight_bytes}
+    if stage.is_trained:
+        sizes[f"{choice.state}/state/{stage.id}"] = layout.state_bytes(stage)
     if layout.has_own_weights(stage):
         sizes[f"gpu/weights/{stage.id}"] = stage.weight_bytes
-    if training:
-        sizes[f"{place}/grads/{stage.id}"] = stage.weight_bytes
+    if training and stage.is_trained:
+        sizes[f"{place}/grads/{stage.id}"] = layout.grad_bytes(stage)
     return sizes
 
 
 def _gradients(layout: Layout) -> dict[str, int]:
     """Accumulators, and what holds rounded gradients until they have left."""
-    host_blocks = [stage.weight_bytes for stage in layout.blocks if layout.on_host(stage)]
+    host_blocks = [layout.grad_bytes(stage) for stage in layout.blocks if layout.on_host(stage)]
     sizes = _slots("gpu/grads", layout.plan.d2h_lag + 1, max(host_blocks, default=0))
-    host_ends = [stage.weight_bytes for stage in (layout.embed, layout.head) if layout.on_host(stage)]
-    if host_ends:
+    host_ends = [layout.grad_bytes(stage) for stage in (layout.embed, layout.head) if layout.on_host(stage)]
+    if any(host_ends):
         sizes["gpu/grads/vocabulary"] = max(host_ends)
     for stage in layout.stages:
-        if layout.accumulates(stage):
+        if stage.is_trained and layout.accumulates(stage):
             key = layout.accumulator(stage)
             sizes[key] = max(sizes.get(key, 0), MASTER_BYTES * layout.elements(stage))
-    if layout.tied:
+    if layout.tied and layout.embed.is_trained:
         sizes["gpu/accumulator/shared"] = MASTER_BYTES * layout.elements(layout.embed)
     return sizes

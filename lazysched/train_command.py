@@ -15,6 +15,7 @@ from lazysched.own_plan import make_plan
 from lazysched.report_command import end_report
 from lazysched.schemas import Plan
 from lazysched.train_config import TrainConfig, resolve
+from lazysched.trainable import trained_share
 from lazysched.units import format_bytes
 
 
@@ -86,6 +87,16 @@ def train(
     bf16: Annotated[
         bool | None, typer.Option("--bf16/--no-bf16", help="Checked against the plan.", show_default=False)
     ] = None,
+    trainable: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--trainable",
+            "--unfrozen-parameters",
+            metavar="PATTERN",
+            help="Regular expression: parameters in whose name it is found are trained, all others are frozen; repeat "
+            "it for more. Checked against the plan. [everything, or the plan's]",
+        ),
+    ] = None,
     gpu_memory: Annotated[str | None, typer.Option(help="Without a plan, most GPU memory. [what is free]")] = None,
     host_memory: Annotated[str | None, typer.Option(help="Without a plan, most host memory. [what is free]")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print settings and memory, train nothing.")] = False,
@@ -105,9 +116,12 @@ def train(
     if settings.plan is not None and settings.per_device_train_batch_size is not None:
         split = f"a step of {schedule.batch_size} rows goes in {schedule.accumulation} times {schedule.micro_batch}"
         console.print(f"{split}, as the plan says", highlight=False)
+    if schedule.trainable and not dry_run:
+        console.print(f"trained: {_trained(schedule)}", highlight=False, markup=False, soft_wrap=True)
     if dry_run:
         console.print(settings.as_yaml(), highlight=False, markup=False, soft_wrap=True, end="")
         console.print(_memory_table(schedule))
+        console.print(f"trained: {_trained(schedule)}", highlight=False, markup=False, soft_wrap=True)
         return
     from lazysched.runtime.report import comparison_table
     from lazysched.runtime.train import train as run
@@ -121,6 +135,12 @@ def train(
 def _is_given(context: typer.Context, name: str) -> bool:
     source = context.get_parameter_source(name)
     return source is not None and source.name == "COMMANDLINE"
+
+
+def _trained(plan: Plan) -> str:
+    """What the plan trains, with numbers where it carries its profile."""
+    patterns = ", ".join(plan.trainable) or "everything"
+    return patterns if plan.profile is None else f"{patterns}: {trained_share(plan.profile.stages)}"
 
 
 def _memory_table(plan: Plan) -> Table:

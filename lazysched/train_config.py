@@ -16,6 +16,7 @@ from pydantic import Field, ValidationError, field_validator
 from lazysched.errors import UsageError
 from lazysched.schemas import Plan, Schema
 from lazysched.schemas.base import first_problem
+from lazysched.trainable import check_trained, patterns_of
 from lazysched.units import parse_slice
 
 ALIASES = {
@@ -23,13 +24,14 @@ ALIASES = {
     "eval_dataset": "eval_data", "micro_batch_size": "per_device_train_batch_size", "cutoff_len": "max_length",
     "sequence_len": "max_length", "max_seq_length": "max_length", "seq_len": "max_length",
     "num_epochs": "num_train_epochs", "lr_scheduler": "lr_scheduler_type",
+    "unfrozen_parameters": "trainable",
 }  # fmt: skip
 """What other tools say -> field."""
 ReporterName = Literal["tensorboard", "wandb", "trackio"]
 """What a run can show its numbers to."""
 PLANNED = (
-    "per_device_train_batch_size", "gradient_accumulation_steps", "max_length", "packing", "bf16", "gpu_memory",
-    "host_memory",
+    "per_device_train_batch_size", "gradient_accumulation_steps", "max_length", "packing", "bf16", "trainable",
+    "gpu_memory", "host_memory",
 )  # fmt: skip
 """What a plan decides."""
 _RUNS_CODE = "trust_remote_code"
@@ -107,6 +109,9 @@ class TrainConfig(Schema):
     """The plan's."""
     bf16: bool | None = None
     """Whether weights and activations compute in bfloat16; the plan's."""
+    trainable: list[str] | None = None
+    """Regular expressions: parameters in whose name one is found are trained, all others are frozen; the plan's, or
+    everything."""
     gpu_memory: str | None = None
     """Budget to solve for where there is no plan, as ``24GB``."""
     host_memory: str | None = None
@@ -129,11 +134,17 @@ class TrainConfig(Schema):
             raise ValueError(f"name those you want of {', '.join(get_args(ReporterName))}")
         return [] if found == ["none"] else found
 
+    @field_validator("trainable", mode="before")
+    @classmethod
+    def _one_pattern_is_a_list(cls, value: Any) -> Any:
+        return [value] if isinstance(value, str) else value
+
     def check_plan(self, plan: Plan) -> None:
         """Refuse what the plan was not solved for.
 
         Raises:
-            UsageError: rows of a step, tokens of a row, packing or the computing dtype are not the plan's.
+            UsageError: rows of a step, tokens of a row, packing, the computing dtype or what is trained are not the
+                plan's.
         """
         for name in ("gpu_memory", "host_memory"):
             if getattr(self, name) is not None:
@@ -153,6 +164,8 @@ class TrainConfig(Schema):
             given = getattr(self, name)
             if given is not None and given != value:
                 raise UsageError(f"{name}: {given}, the plan has {value}; profile and solve for it, or leave it out")
+        if self.trainable is not None:
+            check_trained(patterns_of(self.trainable), plan)
 
     def run_arguments(self) -> dict[str, Any]:
         """What ``lazysched.train`` takes beside the plan."""

@@ -14,10 +14,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lazysched.errors import UsageError
-from lazysched.optimizer_state import ALIGNMENT_BYTES
+from lazysched.flat_store import aligned
 from lazysched.profiles.shapes import BlockShape, ModelShape
 from lazysched.profiles.variant_costs import COMPILED, UNCOMPILED, Redone, VariantCosts, variant_name
-from lazysched.schemas import BYTES_PER_ELEMENT, Curve, Hardware, Profile, Rate, SaveVariant, Tier, Timing
+from lazysched.schemas import BYTES_PER_ELEMENT, Curve, Hardware, Profile, Rate, SaveVariant, Stage, Tier, Timing
+from lazysched.trainable import first_trained, patterns_of, select_trained
 
 ATTENTION_SHARE, ATTENTION_TOKENS = 0.85, 1300
 """Causal attention over S tokens ran at 0.85 * S / (S + 1300) of the rate of matrix products: 0.38, 0.65 and 0.79 at
@@ -63,6 +64,7 @@ def estimate(
     seq_len: int = 1024,
     micro_batches: Sequence[int] = (1, 2, 4, 8),
     loss_chunk_tokens: int = 1024,
+    trainable: Sequence[str] | None = None,
 ) -> Profile:
     """What ``lazysched profile`` might measure of a model on such a machine.
 
@@ -72,6 +74,8 @@ def estimate(
         seq_len: tokens of a row.
         micro_batches: rows that go through at once.
         loss_chunk_tokens: tokens whose logits exist at once in the head.
+        trainable: patterns of the parameters that are trained, as ``lazysched.profile`` takes them. Products for
+            gradients of frozen ones are left out of the times; what blocks keep is counted as if all were trained.
 
     Raises:
         UsageError: an argument is wrong, or the hardware lacks a figure that is needed.
@@ -82,7 +86,10 @@ def estimate(
         raise UsageError(f"seq_len: {seq_len} is beyond the model's max_position_embeddings {shape.longest}; use less")
     for name in _NEEDED:
         _value(hardware, name)
-    return _Estimate(hardware, shape, seq_len, tuple(sorted(set(micro_batches))), loss_chunk_tokens).profile()
+    patterns = patterns_of(trainable)
+    stages = select_trained(shape.stages, patterns)
+    rows = tuple(sorted(set(micro_batches)))
+    return _Estimate(hardware, shape, stages, seq_len, rows, loss_chunk_tokens).profile(patterns)
 
 
 def _value(hardware: Hardware, name: str) -> float:
@@ -94,11 +101,32 @@ def _value(hardware: Hardware, name: str) -> float:
     return figure.value
 
 
+@dataclass(frozen=True)
+class _Trained:
+    """What is trained of the blocks of one structure.
+
+    Attributes:
+        share: of their parameters, which is taken for that of the products that make gradients.
+        has_backward: whether anything is trained in them or before them.
+    """
+
+    share: float
+    has_backward: bool
+
+
 class _Estimate:
     def __init__(
-        self, hardware: Hardware, shape: ModelShape, seq_len: int, micro_batches: tuple[int, ...], chunk_tokens: int
-    ) -> None:
-        self.hardware, self.shape, self.seq_len = hardware, shape, seq_len
+        self, hardware: Hardware, shape: ModelShape, stages: list[Stage], seq_len: int, micro_batches: tuple[int, ...],
+        chunk_tokens: int,
+    ) -> None:  # fmt: skip
+        self.hardware, self.shape, self.stages, self.seq_len = hardware, shape, stages, seq_len
+        first = first_trained(stages)
+        self.blocks = {
+            stage.structure: (shape.blocks[whole.structure], _Trained(stage.num_trained / stage.num_params, i >= first))
+            for i, (stage, whole) in enumerate(zip(stages, shape.stages, strict=True))
+            if stage.is_block
+        }
+        """Structure -> sizes, and what is trained."""
         self.micro_batches, self.chunk_tokens = micro_batches, chunk_tokens
         self.compiled = hardware.device == "cuda"
         self.rates = _Rates(
@@ -107,16 +135,17 @@ class _Estimate:
         )  # fmt: skip
         self.hidden = next(iter(shape.blocks.values())).hidden
 
-    def profile(self) -> Profile:
+    def profile(self, trainable: Sequence[str]) -> Profile:
         hardware, shape = self.hardware, self.shape
         total_bytes = self._memory()
         return Profile(
             hardware_id=hardware.hardware_id or f"estimate-{hardware.name.replace(' ', '-')}",
             model_id=shape.model_id, device=hardware.device, compute_dtype=hardware.compute_dtype,
-            seq_len=self.seq_len, loss_chunk_tokens=self.chunk_tokens, estimated=True, stages=shape.stages,
+            seq_len=self.seq_len, loss_chunk_tokens=self.chunk_tokens, estimated=True, stages=self.stages,
+            trainable=list(trainable),
             variants={
                 "embed": self._by_size(lambda rows: [self._embed(rows)]),
-                **{structure: self._by_size(self._block_of(block)) for structure, block in shape.blocks.items()},
+                **{structure: self._by_size(self._block_of(*block)) for structure, block in self.blocks.items()},
                 "head": self._by_size(lambda rows: [self._head(rows)]),
             },
             links=self._links(), update=self._updates(), total_bytes=total_bytes, free_bytes=dict(total_bytes),
@@ -130,26 +159,30 @@ class _Estimate:
 
     # ---- stages
 
-    def _block_of(self, block: BlockShape) -> Callable[[int], list[SaveVariant]]:
+    def _block_of(self, block: BlockShape, trained: _Trained) -> Callable[[int], list[SaveVariant]]:
         table = COMPILED if self.compiled else UNCOMPILED
 
         def variants(rows: int) -> list[SaveVariant]:
-            return [self._block(block, costs, rows, is_first=costs is table[0]) for costs in table]
+            listed = table if trained.has_backward else table[-1:]
+            return [self._block(block, trained, costs, rows, is_first=costs is table[0]) for costs in listed]
 
         return variants
 
-    def _block(self, block: BlockShape, costs: VariantCosts, rows: int, *, is_first: bool) -> SaveVariant:
+    def _block(
+        self, block: BlockShape, trained: _Trained, costs: VariantCosts, rows: int, *, is_first: bool
+    ) -> SaveVariant:
         tokens, element = rows * self.seq_len, self.rates.element_bytes
-        saved = {"input": _aligned(tokens * block.hidden * element)}
+        saved = {"input": aligned(tokens * block.hidden * element)}
         kept_bytes = costs.all_kept(block).bytes_per_token(block, element)
         if kept_bytes:
-            saved["intermediates"] = _aligned(tokens * kept_bytes)
-        forward, backward = _block_seconds(block, costs.redone, rows, self.seq_len, self.rates)
+            saved["intermediates"] = aligned(tokens * kept_bytes)
+        forward, backward = _block_seconds(block, costs.redone, rows, self.seq_len, self.rates, trained.share)
+        working_bytes = tokens * costs.backward.bytes_per_token(block, element)
         return SaveVariant(
             name=variant_name(costs, block, is_first=is_first), compiled=self.compiled, budget=costs.budget,
-            saved=saved, forward=_timing(forward), backward=_timing(backward),
+            saved=saved, forward=_timing(forward), backward=_timing(backward if trained.has_backward else 0.0),
             working_forward_bytes=tokens * costs.forward.bytes_per_token(block, element),
-            working_backward_bytes=tokens * costs.backward.bytes_per_token(block, element),
+            working_backward_bytes=working_bytes if trained.has_backward else 0,
         )  # fmt: skip
 
     def _head(self, rows: int) -> SaveVariant:
@@ -158,9 +191,11 @@ class _Estimate:
         product_s = _product_s(tokens, hidden, vocabulary, self.rates)
         rest_s = tokens * vocabulary * LOGIT_BYTES * element / 2 / self.rates.copy_bytes_per_s
         logits_bytes = chunk * vocabulary * element
+        owner = self.stages[-1] if self.stages[-1].shares is None else self.stages[0]
+        trained = any(len(shape) > 1 for shape in owner.trained_params.values())  # the output matrix
         return SaveVariant(
             name="all", compiled=self.compiled, saved={}, forward=_timing(product_s + rest_s),
-            backward=_timing(3 * product_s + rest_s),
+            backward=_timing((2 + trained) * product_s + rest_s),
             working_forward_bytes=logits_bytes + tokens * hidden * element,
             working_backward_bytes=2 * logits_bytes + (chunk + 5 * tokens) * hidden * element,
         )  # fmt: skip
@@ -169,10 +204,14 @@ class _Estimate:
         values, weights, element = rows * self.seq_len * self.hidden, self.shape.stages[0].num_params, self._element()
         moved = values * EMBED_FORWARD_BYTES, values * EMBED_BACKWARD_BYTES + weights * EMBED_WEIGHT_BYTES
         forward, backward = (num_bytes * element / 2 / self.rates.copy_bytes_per_s for num_bytes in moved)
+        working_bytes, trained = (
+            round((weights + values * EMBED_WORKING_BYTES / 2) * element),
+            self.stages[0].is_trained,
+        )
         return SaveVariant(
-            name="all", saved={}, forward=_timing(forward), backward=_timing(backward),
+            name="all", saved={}, forward=_timing(forward), backward=_timing(backward if trained else 0.0),
             working_forward_bytes=values * element,
-            working_backward_bytes=round((weights + values * EMBED_WORKING_BYTES / 2) * element),
+            working_backward_bytes=working_bytes if trained else 0,
         )  # fmt: skip
 
     def _element(self) -> int:
@@ -227,8 +266,13 @@ class _Estimate:
                 **{f"hardware.{key}": note for key, note in self.hardware.notes.items()}}  # fmt: skip
 
 
-def _block_seconds(block: BlockShape, redone: Redone, rows: int, seq_len: int, rates: _Rates) -> tuple[float, float]:
-    """Forward and backward of a block, what is computed again included."""
+def _block_seconds(
+    block: BlockShape, redone: Redone, rows: int, seq_len: int, rates: _Rates, trained_share: float
+) -> tuple[float, float]:
+    """Forward and backward of a block, what is computed again included.
+
+    Gradients are those of ``trained_share`` of its weights.
+    """
     tokens = rows * seq_len
 
     def product(columns: int, width: int) -> float:
@@ -244,7 +288,7 @@ def _block_seconds(block: BlockShape, redone: Redone, rows: int, seq_len: int, r
         redone.attention_inputs * attention_inputs + redone.attention * attention
         + redone.attention_output * attention_output + redone.ffn_inputs * ffn_input + redone.rest * rest
     )  # fmt: skip
-    backward = 2 * products + ATTENTION_BACKWARD * attention + BACKWARD_REST * rest + again
+    backward = (1 + trained_share) * products + ATTENTION_BACKWARD * attention + BACKWARD_REST * rest + again
     return products + attention + rest, backward
 
 
@@ -260,10 +304,6 @@ def _attention_s(block: BlockShape, rows: int, seq_len: int, rates: _Rates) -> f
     pairs = rows * (seq_len * window - window * window / 2)
     share = ATTENTION_SHARE * window / (window + ATTENTION_TOKENS)
     return 4 * pairs * block.attention / (share * rates.matmul_flop_per_s)
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 def _timing(seconds: float) -> Timing:

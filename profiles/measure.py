@@ -34,6 +34,7 @@ from lazysched.runtime.machine import (
 from lazysched.runtime.model import Model
 from lazysched.runtime.sources import resolve_model
 from lazysched.schemas import Dtype, Profile, SaveVariant, Stage, Tier
+from lazysched.trainable import patterns_of
 from lazysched.units import format_bytes
 
 _SHARED_MEMORY = "tiers gpu and host are the same memory here: each is given half of it"
@@ -53,6 +54,7 @@ class _Settings:
     compiled: bool
     packing: bool
     pin_limit_bytes: int | None
+    trainable: tuple[str, ...]
 
 
 def profile(
@@ -68,6 +70,7 @@ def profile(
     compiled: bool | None = None,
     packing: bool = False,
     pin_limit_bytes: int | None = None,
+    trainable: Sequence[str] | None = None,
 ) -> Profile:
     """Measure what ``model`` takes on this machine; its weights are never read, random ones stand in for them.
 
@@ -83,6 +86,8 @@ def profile(
         compiled: whether blocks and loss are compiled, which offers more save variants; None: on a GPU.
         packing: whether rows hold several samples, which do not see each other; plans from this profile pack so.
         pin_limit_bytes: most host memory that can be page-locked beside a GPU; None tries some GB.
+        trainable: regular expressions; parameters in whose name one is found are trained, all others are frozen. None
+            trains everything.
 
     Raises:
         UsageError: an argument is wrong, or the model is not found or not supported.
@@ -99,6 +104,7 @@ def profile(
         compiled,
         packing,
         pin_limit_bytes,
+        trainable,
     )
     config = resolve_model(model).config
     longest = getattr(config, "max_position_embeddings", None)
@@ -128,7 +134,7 @@ class _Profiling:
         self.notes |= notes
         self._measure_micro_batches()
         host_limit_bytes = host_memory()[1]
-        blocks = [stage for stage in self.stages if stage.is_block]
+        blocks = [stage.model_copy(update={"trainable": True}) for stage in self.stages if stage.is_block]
         pinning = measure_pinning(device, host_limit_bytes, settings.pin_limit_bytes)
         update = measure_updates(
             blocks, getattr(torch, settings.dtype), device, host_limit_bytes, settings.repeats,
@@ -146,7 +152,7 @@ class _Profiling:
             hardware_id=identity, model_id=self.model_id, device=_device_type(device), compute_dtype=settings.dtype,
             seq_len=settings.seq_len, loss_chunk_tokens=settings.chunk_tokens,
             attention=self.attention.backend, packing=settings.packing, argument_bytes=self.argument_bytes,
-            stages=self.stages,
+            stages=self.stages, trainable=list(settings.trainable),
             variants=self.variants, links=links, update=update.alone, update_beside_copies=update.beside_copies,
             total_bytes={**total_bytes, "nvme": storage.total_bytes},
             free_bytes={**free_bytes, "nvme": storage.free_bytes},
@@ -181,7 +187,7 @@ class _Profiling:
         try:
             model = Model(
                 self.config, settings.dtype, self.device, micro_batch=micro_batch, seq_len=settings.seq_len,
-                packing=settings.packing,
+                packing=settings.packing, trainable=settings.trainable,
             )  # fmt: skip
             self.model_id, self.stages = model.model_id, model.stages
             if reference is None:
@@ -222,6 +228,7 @@ def _free_memory(device: torch.device) -> None:
 def _checked(
     device: str | None, dtype: str | None, seq_len: int, micro_batches: Sequence[int], storage_dir: str | None,
     chunk_tokens: int, repeats: int | None, compiled: bool | None, packing: bool, pin_limit_bytes: int | None,
+    trainable: Sequence[str] | None,
 ) -> _Settings:  # fmt: skip
     chosen = chosen_device(device, pin_limit_bytes)
     default = "bfloat16" if chosen.type == "cuda" else "float32"
@@ -234,7 +241,7 @@ def _checked(
     rows = tuple(sorted(set(micro_batches)))
     return _Settings(
         chosen, _dtype(dtype or default), seq_len, rows, chunk_tokens, check_folder(storage_dir), repeats,
-        chosen.type == "cuda" if compiled is None else compiled, packing, pin_limit_bytes,
+        chosen.type == "cuda" if compiled is None else compiled, packing, pin_limit_bytes, patterns_of(trainable),
     )  # fmt: skip
 
 

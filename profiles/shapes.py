@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from lazysched.errors import UNREADABLE_JSON, UsageError
-from lazysched.optimizer_state import ALIGNMENT_BYTES
+from lazysched.flat_store import flat_bytes
 from lazysched.schemas import BYTES_PER_ELEMENT, Dtype, Stage
 
 Config = Mapping[str, Any]
@@ -315,8 +314,7 @@ def _shape(model: _Model, compute_dtype: Dtype) -> ModelShape:
 
 
 def _stage(stage_id: str, structure: str, params: Params, element_bytes: int, shares: str | None = None) -> Stage:
-    sizes = (math.prod(shape) * element_bytes for shape in params.values())
-    size = sum(-(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for num_bytes in sizes)
+    size = flat_bytes(params, element_bytes)
     return Stage(id=stage_id, structure=structure, params=params, weight_bytes=size, shares=shares)
 
 

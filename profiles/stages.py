@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,7 @@ from lazysched.layout import MASTER_BYTES
 from lazysched.profiles.attention import representatives
 from lazysched.profiles.clock import num_repeats, stopwatch, synchronize, timing, wall_s
 from lazysched.profiles.fragmentation import fragmentation_bytes
-from lazysched.profiles.live_bytes import memory_meter
+from lazysched.profiles.passes import Pass, working_bytes_of
 from lazysched.profiles.random_data import random_normal, random_tokens, random_weights
 from lazysched.profiles.variants import UNCOMPILED, Wanted, candidates, interpolated, kept_bytes, worth_keeping
 from lazysched.runtime.blocks import BlockForm, add_gradients
@@ -24,26 +24,13 @@ from lazysched.runtime.flat import aligned, flat_views
 from lazysched.runtime.model import Model
 from lazysched.runtime.packed import example_positions
 from lazysched.runtime.saved import Saved
-from lazysched.schemas import SaveVariant, Stage
+from lazysched.schemas import SaveVariant, Stage, Timing
 from lazysched.schemas.profile import UNCOMPILED_NOTE
+from lazysched.trainable import trained_part
 
 OUTPUT_GRAD_SCALE = 1e-3
 HEAT_S = 0.5
-
-
-@dataclass(frozen=True)
-class Pass:
-    """A forward and the backward that uses up what it kept.
-
-    Attributes:
-        forward: returns what the backward needs.
-        backward: takes that.
-        kept_bytes: of what the forward leaves behind.
-    """
-
-    forward: Callable[[], Any]
-    backward: Callable[[Any], Any]
-    kept_bytes: Callable[[Any], int]
+NO_BACKWARD = Timing(median_s=0.0, reason="nothing is trained here or before")
 
 
 @dataclass(frozen=True)
@@ -118,7 +105,7 @@ class _Measuring:
     def _embed_pass(self, stage: Stage) -> tuple[torch.Size, Pass]:
         ends, calls = self.model.ends, self.model.calls
         weights = random_weights(stage, self.model.dtype, self.device)
-        accumulator = self._accumulator(stage)
+        accumulator = self._accumulator(stage) if stage.is_trained else None
         ids = random_tokens(self.rows, self.vocabulary, self.device)
         positions = example_positions(*self.rows, self.device) if self.model.calls.packed else None
 
@@ -131,22 +118,31 @@ class _Measuring:
         hidden, _ = forward()
         output_grad = random_normal(hidden.shape, self.model.dtype, self.device, OUTPUT_GRAD_SCALE)
 
+        if accumulator is None:
+            return hidden.shape, Pass(forward, None, lambda _: 0)
+        sums = self._grads(accumulator, stage)
+
         def backward(kept: tuple[torch.Tensor, Any]) -> None:
-            grads = ends.embed_backward(kept[1], output_grad)
-            add_gradients(self._views(accumulator, stage), grads, first=False)
+            add_gradients(sums, ends.embed_backward(kept[1], output_grad), first=False)
 
         return hidden.shape, Pass(forward, backward, lambda _: 0)
 
     def _block_variants(self, stage: Stage, hidden_shape: torch.Size) -> list[SaveVariant]:
-        """All variants of a structure, compiled ones where that is wanted and works."""
+        """All variants of a structure, compiled ones where that is wanted and works.
+
+        A block without a backward has one, which keeps nothing.
+        """
         if self.compiled:
             try:
                 return self._compiled_variants(stage, hidden_shape)
             except RunError as error:
                 self.notes[f"{UNCOMPILED_NOTE}{stage.structure}"] = f"blocks run uncompiled: {error}"
-        return [self._block_variant(stage, hidden_shape, wanted) for wanted in UNCOMPILED]
+        wanted = UNCOMPILED if self.model.has_backward(stage) else UNCOMPILED[-1:]
+        return [self._block_variant(stage, hidden_shape, each) for each in wanted]
 
     def _compiled_variants(self, stage: Stage, hidden_shape: torch.Size) -> list[SaveVariant]:
+        if not self.model.has_backward(stage):
+            return [self._block_variant(stage, hidden_shape, replace(UNCOMPILED[-1], budget=0.0))]
         kept = partial(self.model.kept, stage)
         reference = self.reference.variants[stage.structure] if self.reference else []
         if not reference or not reference[0].compiled:
@@ -172,8 +168,15 @@ class _Measuring:
         hidden = random_normal(hidden_shape, self.model.dtype, self.device)
         output_grad = random_normal(hidden_shape, self.model.dtype, self.device, OUTPUT_GRAD_SCALE)
         output, input_grad = torch.empty_like(hidden), torch.empty_like(hidden)
+        saved = {"input": aligned(hidden.nbytes)}
 
-        targets = self._views(torch.empty_like(weights), stage)  # where gradients go without accumulation
+        def evaluate() -> None:
+            template.bind(weights, stage)
+            form.evaluate(hidden, arguments, output)
+
+        if not self.model.has_backward(stage):
+            return self._variant(wanted.name, saved, Pass(evaluate, None, lambda _: 0), wanted.budget)
+        targets = self._targets(stage)
 
         def forward() -> Saved:
             template.bind(weights, stage)
@@ -183,7 +186,6 @@ class _Measuring:
             template.bind(weights, stage)
             form.backward(kept, arguments, output_grad, input_grad, targets, first=True)
 
-        saved = {"input": aligned(hidden.nbytes)}
         if wanted.keep:
             saved["intermediates"] = forward().kept.intermediate_bytes
         block_pass = Pass(forward, backward, lambda kept: sum(kept.kept.sizes))
@@ -195,7 +197,7 @@ class _Measuring:
             template, arguments = self.model.templates[stage.structure], self.model.arguments(stage)
             weights = random_weights(stage, self.model.dtype, self.device)
             template.bind(weights, stage)
-            targets = self._views(torch.empty_like(weights), stage)
+            targets = self._targets(stage)
             hidden = random_normal(self.model.calls.hidden_shape, self.model.dtype, self.device, OUTPUT_GRAD_SCALE)
             try:
                 found_bytes = fragmentation_bytes(form, arguments, hidden, targets, loss)
@@ -214,18 +216,19 @@ class _Measuring:
         head_pass = self._head_pass(embed, head, hidden_shape)
         variant = self._variant("all", {}, head_pass, compiled=self.compiled)
         if self.device.type == "cuda":
-            self._note_fragmentation(lambda: head_pass.backward(None))
+            assert head_pass.backward is not None
+            self._note_fragmentation(partial(head_pass.backward, None))
         return variant
 
     def _head_pass(self, embed: Stage, head: Stage, hidden_shape: torch.Size) -> Pass:
         ends = self.model.ends
         weights = random_weights(head, self.model.dtype, self.device)
-        own = self._views(self._accumulator(head), head)
-        num_norm = len(ends.norm_params)
+        own = self._grads(self._accumulator(head), head)
+        num_norm = ends.num_trained_norm
         output, shared = own[num_norm:], None
         if head.shares is not None:
             shared = random_weights(embed, self.model.dtype, self.device)
-            output = self._views(self._accumulator(embed), embed)
+            output = self._grads(self._accumulator(embed), embed)
         hidden = random_normal(hidden_shape, self.model.dtype, self.device)
         targets = random_tokens(self.rows, self.vocabulary, self.device)
         scale = 1.0 / targets.numel()
@@ -248,12 +251,22 @@ class _Measuring:
 
     def _accumulator(self, stage: Stage) -> torch.Tensor:
         """An fp32 accumulator of ``stage`` in which there is a gradient already."""
-        elements = stage.weight_bytes // self.model.dtype.itemsize
         assert torch.float32.itemsize == MASTER_BYTES
-        return random_normal((elements,), torch.float32, self.device, OUTPUT_GRAD_SCALE)
+        return random_normal((self._num_grads(stage),), torch.float32, self.device, OUTPUT_GRAD_SCALE)
 
-    def _views(self, flat: torch.Tensor, stage: Stage) -> list[torch.Tensor]:
-        return list(flat_views(flat, stage, self.model.dtype.itemsize).values())
+    def _num_grads(self, stage: Stage) -> int:
+        """Elements of the stage's gradient, alignment included."""
+        element_bytes = self.model.dtype.itemsize
+        return trained_part(stage, element_bytes).weight_bytes // element_bytes
+
+    def _grads(self, flat: torch.Tensor, stage: Stage) -> list[torch.Tensor]:
+        """Gradients of the stage's trained parameters in ``flat``."""
+        element_bytes = self.model.dtype.itemsize
+        return list(flat_views(flat, trained_part(stage, element_bytes), element_bytes).values())
+
+    def _targets(self, stage: Stage) -> list[torch.Tensor]:
+        """Where a block's gradients go without accumulation."""
+        return self._grads(torch.empty(self._num_grads(stage), dtype=self.model.dtype, device=self.device), stage)
 
     # ---- measuring
 
@@ -261,18 +274,20 @@ class _Measuring:
         self, name: str, saved: dict[str, int], stage_pass: Pass, budget: float | None = None, *, compiled: bool = False
     ) -> SaveVariant:
         if self.device.type == "cuda":
-            stage_pass.backward(stage_pass.forward())  # libraries take their workspaces now, outside the figures
+            stage_pass.run()  # libraries take their workspaces now, outside the figures
         working_bytes: list[int] = []
-        once_s = wall_s(lambda: working_bytes.extend(_working_bytes(stage_pass, self.device)), self.device)
+        once_s = wall_s(lambda: working_bytes.extend(working_bytes_of(stage_pass, self.device)), self.device)
         self._heat(stage_pass, once_s)
         forward, backward = stopwatch(self.device), stopwatch(self.device)
         for _ in range(num_repeats(once_s, self.repeats)):
             kept = forward.lap(stage_pass.forward)
-            backward.lap(partial(stage_pass.backward, kept))
+            if stage_pass.backward is not None:
+                backward.lap(partial(stage_pass.backward, kept))
             del kept
         return SaveVariant(
             name=name, compiled=compiled or budget is not None, budget=budget, saved=saved,
-            forward=timing(forward.durations_s()), backward=timing(backward.durations_s()),
+            forward=timing(forward.durations_s()),
+            backward=NO_BACKWARD if stage_pass.backward is None else timing(backward.durations_s()),
             working_forward_bytes=working_bytes[0], working_backward_bytes=working_bytes[1],
         )  # fmt: skip
 
@@ -280,23 +295,9 @@ class _Measuring:
         """Run for a while first: after a rest a GPU computes faster than it can for long."""
         if self.device.type == "cuda" and self.repeats is None:
             for _ in range(int(HEAT_S / once_s)):
-                stage_pass.backward(stage_pass.forward())
+                stage_pass.run()
 
     def _begin_run(self) -> None:
         if self.device.type == "cuda":
             synchronize(self.device)
             torch.cuda.empty_cache()
-
-
-def _working_bytes(stage_pass: Pass, device: torch.device) -> tuple[int, int]:
-    """Most bytes while the forward runs beyond what it keeps, and while the backward runs beyond what was there."""
-    with memory_meter(device) as meter:
-        before_bytes = meter.live_bytes()
-        meter.reset_peak()
-        kept = stage_pass.forward()
-        forward_bytes = meter.peak_bytes() - before_bytes - stage_pass.kept_bytes(kept)
-        before_bytes = meter.live_bytes()
-        meter.reset_peak()
-        stage_pass.backward(kept)
-        backward_bytes = meter.peak_bytes() - before_bytes
-    return max(0, forward_bytes), max(0, backward_bytes)

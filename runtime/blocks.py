@@ -15,7 +15,7 @@ from torch import nn
 from lazysched.runtime.attention import attention
 from lazysched.runtime.flat import flat_views
 from lazysched.runtime.saved import Graph, Kept, Packing, Saved
-from lazysched.runtime.skeleton import replace_with_placeholders
+from lazysched.runtime.skeleton import freeze, replace_with_placeholders
 from lazysched.schemas import AttentionBackend, Stage
 
 
@@ -24,20 +24,24 @@ class BlockTemplate:
 
     Args:
         module: a block of the structure, its parameters without storage.
+        stage: a block of the structure, which says what is trained.
         element_bytes: of the computing dtype.
         constants: storage addresses of tensors that every call shares.
 
     Attributes:
-        params: the module's parameters, in the order of the flat store.
+        params: the module's parameters, in the order of the flat store; those that are trained require gradients.
         buffers: name -> the module's buffers.
         weights: the flat store that is bound.
         views: the parameters in it.
         attention: the kernel of torch's attention that uncompiled code runs.
     """
 
-    def __init__(self, module: nn.Module, element_bytes: int, constants: set[int], device: torch.device) -> None:
+    def __init__(
+        self, module: nn.Module, stage: Stage, element_bytes: int, constants: set[int], device: torch.device
+    ) -> None:
         self.module = module
-        self.params = list(replace_with_placeholders(module, device).values())
+        self.params = replace_with_placeholders(module, device)
+        freeze(self.params, stage)
         self.buffers = dict(module.named_buffers())
         self.constants = constants | {buffer.untyped_storage().data_ptr() for buffer in self.buffers.values()}
         self.weights = torch.empty(0)
@@ -80,14 +84,15 @@ class BlockForm(Protocol):
         self, saved: Saved, arguments: dict[str, Any], output_grad: torch.Tensor, input_grad: torch.Tensor,
         targets: Sequence[torch.Tensor], *, first: bool,
     ) -> None:  # fmt: skip
-        """Gradients of input and parameters; ``saved`` is used up.
+        """Gradients of input and trained parameters; ``saved`` is used up.
 
         Args:
             saved: of this micro-batch's forward, all of it back on the device.
             arguments: as in the forward.
             output_grad: [rows, tokens, hidden].
             input_grad: where the input's gradient goes, [rows, tokens, hidden]; not the memory of ``output_grad``.
-            targets: where the parameters' gradients are summed, one of each shape, of the computing dtype or fp32.
+            targets: where gradients are summed, for each trained parameter one of its shape, of the computing dtype or
+                fp32.
             first: whether there is nothing in ``targets`` yet, whatever they hold.
         """
         ...
@@ -123,7 +128,7 @@ class EagerForm:
         self, saved: Saved, arguments: dict[str, Any], output_grad: torch.Tensor, input_grad: torch.Tensor,
         targets: Sequence[torch.Tensor], *, first: bool,
     ) -> None:  # fmt: skip
-        """Gradients of input and parameters, through the kept graph or one made now."""
+        """Gradients of input and trained parameters, through the kept graph or one made now."""
         if isinstance(saved.graph, Graph):
             saved.graph.packing.bind(self._template.weights)
             output, leaf = saved.graph.output, saved.graph.leaf
@@ -133,14 +138,16 @@ class EagerForm:
             leaf = saved.kept.input.detach().requires_grad_()
             with torch.enable_grad():
                 output = self._template.run(leaf, arguments)
-        wanted = [leaf, *self._template.params]
+        wanted = [leaf, *(param for param in self._template.params if param.requires_grad)]
         found, *grads = torch.autograd.grad([output], wanted, [output_grad], materialize_grads=True)
         input_grad.copy_(found)
         add_gradients(targets, grads, first)
 
 
 def add_gradients(targets: Sequence[torch.Tensor], grads: Sequence[torch.Tensor], first: bool) -> None:
-    """Put ``grads`` into ``targets``, which may be fp32, or add them to what is there."""
+    """Put ``grads`` into ``targets``, which may be fp32, or add them to what is there; there may be none."""
+    if not targets:
+        return
     if first:
         torch._foreach_copy_(list(targets), list(grads))
     else:

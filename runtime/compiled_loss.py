@@ -22,13 +22,14 @@ class CompiledLoss:
         model: the causal language model, its body replaced by a stub that hands its input on.
         names: of the output embedding's parameters in ``model``.
         shapes: of these parameters.
+        trained: which of them are; the others have no gradient.
         hidden_shape: of the chunk, [tokens, hidden].
         dtype: of hidden states and parameters.
         device: where it will run.
     """
 
     def __init__(
-        self, model: nn.Module, names: Sequence[str], shapes: Sequence[tuple[int, ...]],
+        self, model: nn.Module, names: Sequence[str], shapes: Sequence[tuple[int, ...]], trained: Sequence[bool],
         hidden_shape: tuple[int, int], dtype: torch.dtype, device: torch.device,
     ) -> None:  # fmt: skip
         def loss(normed: torch.Tensor, *rest: torch.Tensor) -> tuple[torch.Tensor]:
@@ -39,12 +40,11 @@ class CompiledLoss:
             return (F.cross_entropy(logits, targets, ignore_index=IGNORED_LABEL, reduction="sum"),)
 
         with FakeTensorMode():
-            floats = [
-                torch.empty(shape, dtype=dtype, device=device, requires_grad=True) for shape in (hidden_shape, *shapes)
-            ]
+            wanted = zip((hidden_shape, *shapes), (True, *trained), strict=True)
+            floats = [torch.empty(shape, dtype=dtype, device=device, requires_grad=grad) for shape, grad in wanted]
             targets = torch.empty(hidden_shape[0], dtype=torch.int64, device=device)
         sums_in_place(device)  # tried out now, not within a step
-        self._run, self._straight = compile_joint(loss, [*floats, targets], len(names))
+        self._run, self._straight = compile_joint(loss, [*floats, targets], trained)
 
     def run(
         self, normed: torch.Tensor, params: Sequence[torch.Tensor], targets: torch.Tensor, scale: float,
@@ -52,7 +52,8 @@ class CompiledLoss:
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         """Loss times ``scale`` and its gradient with respect to ``normed`` [tokens, hidden].
 
-        That with respect to ``params`` goes to ``sums``, which hold nothing yet if it is the ``first``.
+        That with respect to those of ``params`` that are trained goes to ``sums``, which hold nothing yet if it is the
+        ``first``.
         """
         upstream = torch.full((), scale, device=normed.device)
         inputs: list[Any] = [normed, *(param.detach() for param in params), targets, upstream]

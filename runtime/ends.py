@@ -12,7 +12,7 @@ from torch import nn
 
 from lazysched.runtime.architecture import Architecture, Calls
 from lazysched.runtime.flat import flat_views
-from lazysched.runtime.skeleton import replace_with_placeholders
+from lazysched.runtime.skeleton import freeze, replace_with_placeholders
 from lazysched.schemas import Stage
 
 if TYPE_CHECKING:
@@ -28,22 +28,36 @@ class Ends:
 
     ``logits`` runs the model's own forward behind a stub of its body, so scaling and soft-capping are the model's.
 
+    Args:
+        architecture: of the model; its parts are taken over.
+        device: where they compute.
+        stages: ``embed``, blocks, ``head``, which say what is trained.
+
     Attributes:
         embed_params: the embedding's parameters.
         head_params: final norm, then the output embedding where it is not tied.
         shared_params: the output embedding's parameters where it is tied.
     """
 
-    def __init__(self, architecture: Architecture, device: torch.device) -> None:
+    def __init__(self, architecture: Architecture, device: torch.device, stages: Sequence[Stage]) -> None:
         self.architecture = architecture
-        self.embed_params = list(replace_with_placeholders(architecture.embedding, device).values())
-        self.norm_params = list(replace_with_placeholders(architecture.norm, device).values())
-        output_params = list(replace_with_placeholders(architecture.head, device).values())
+        self.embed_params = replace_with_placeholders(architecture.embedding, device)
+        self.norm_params = replace_with_placeholders(architecture.norm, device)
+        output_params = replace_with_placeholders(architecture.head, device)
         self.head_params = self.norm_params + ([] if architecture.tied else output_params)
         self.shared_params = output_params if architecture.tied else []
+        freeze(self.embed_params, stages[0])
+        freeze(self.head_params, stages[-1])
+        if architecture.tied:
+            freeze(output_params, stages[0])
         self._output_params = output_params
         self._compiled: dict[int, CompiledLoss] = {}
         setattr(architecture.model, architecture.model.base_model_prefix, _Body())
+
+    @property
+    def num_trained_norm(self) -> int:
+        """How many of the final norm's parameters are trained."""
+        return len(_trained(self.norm_params))
 
     def bind_embed(self, weights: torch.Tensor, stage: Stage) -> None:
         """Use ``weights``, the flat store of ``embed``."""
@@ -58,14 +72,18 @@ class Ends:
         _bind(self.shared_params, weights, embed)
 
     def embed(self, calls: Calls, ids: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """Input of block 0 [rows, tokens, hidden] and its place in the autograd graph, which keeps only ``ids``."""
+        """Input of block 0 [rows, tokens, hidden] and its place in the autograd graph, which keeps only ``ids``.
+
+        A frozen embedding has no such place.
+        """
         with torch.enable_grad():
             hidden = calls.embed(ids)
-        return hidden.detach(), torch.autograd.graph.get_gradient_edge(hidden)
+        edge = torch.autograd.graph.get_gradient_edge(hidden) if hidden.requires_grad else None
+        return hidden.detach(), edge
 
     def embed_backward(self, edge: Any, output_grad: torch.Tensor) -> list[torch.Tensor]:
-        """Dense gradients of the embedding's parameters."""
-        return list(torch.autograd.grad([edge], self.embed_params, [output_grad]))
+        """Dense gradients of the embedding's trained parameters."""
+        return list(torch.autograd.grad([edge], _trained(self.embed_params), [output_grad]))
 
     def logits(self, normed: torch.Tensor) -> torch.Tensor:
         """Logits [tokens, vocabulary] of normed hidden states [tokens, hidden]."""
@@ -94,7 +112,7 @@ class Ends:
             targets: next tokens, [rows, tokens] int64, ``IGNORED_LABEL`` where nothing is learned.
             scale: 1 / trained tokens of the whole step.
             chunk_tokens: tokens whose logits exist at once.
-            sums: receives the gradients of ``head_params`` and ``shared_params``.
+            sums: receives the gradients of what is trained of ``head_params`` and ``shared_params``.
         """
         leaf = hidden.detach().requires_grad_()
         with torch.enable_grad():
@@ -107,7 +125,8 @@ class Ends:
             loss, found = self._chunk_gradient(part, part_targets, scale, sums)
             part_grad.copy_(found)
             total += loss
-        hidden_grad, *norm_grads = torch.autograd.grad([normed], [leaf, *self.norm_params], [flat_grad.view_as(normed)])
+        wanted = [leaf, *_trained(self.norm_params)]
+        hidden_grad, *norm_grads = torch.autograd.grad([normed], wanted, [flat_grad.view_as(normed)])
         sums.add_norm(norm_grads)
         return total, hidden_grad
 
@@ -124,9 +143,10 @@ class Ends:
         model, device = self.architecture.model, self._output_params[0].device
         names = {id(param): name for name, param in model.named_parameters()}
         output_names = [names[id(param)] for param in self._output_params]
+        trained = [param.requires_grad for param in self._output_params]
         for size in sizes:
             chunk = (size, shapes[0][-1])
-            self._compiled[size] = CompiledLoss(model, output_names, shapes, chunk, dtype, device)
+            self._compiled[size] = CompiledLoss(model, output_names, shapes, trained, chunk, dtype, device)
 
     def _chunk_gradient(
         self, normed: torch.Tensor, targets: torch.Tensor, scale: float, sums: Gradients
@@ -139,7 +159,7 @@ class Ends:
         normed.requires_grad_()
         with torch.enable_grad():
             loss = self._chunk_loss(normed, targets, scale)
-        grad, *output_grads = torch.autograd.grad([loss], [normed, *self._output_params])
+        grad, *output_grads = torch.autograd.grad([loss], [normed, *_trained(self._output_params)])
         sums.add_output(output_grads)
         return loss.detach(), grad
 
@@ -152,8 +172,8 @@ class Gradients:
     """Running sums of the head's weight gradients over chunks and micro-batches.
 
     Args:
-        norm: targets for the final norm's parameters.
-        output: targets for the output embedding's parameters.
+        norm: targets for the final norm's trained parameters.
+        output: targets for the output embedding's trained parameters.
         fresh: whether the targets hold nothing yet.
     """
 
@@ -175,6 +195,10 @@ class Gradients:
         """Where the gradients of one more chunk go, and whether there is nothing yet."""
         first, self._fresh_output = self._fresh_output, False
         return self._output, first
+
+
+def _trained(params: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+    return [param for param in params if param.requires_grad]
 
 
 def _bind(params: Sequence[nn.Parameter], weights: torch.Tensor, stage: Stage) -> None:

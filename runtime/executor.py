@@ -97,7 +97,7 @@ class Executor:
         self._evaluation = lower(plan, model.stages, training=False)
         self._on_gpu, self._packing = model.device.type == "cuda", plan.packing
         self._norm_ranges = norm_ranges(model.stages)
-        self._num_tensors = sum(len(stage.params) for stage in model.stages)
+        self._num_tensors = sum(len(stage.trained_params) for stage in model.stages)
         self._operations = Operations(Layout(plan, model.stages), model, buffers, updates, settings, max_grad_norm)
         pageable = plan.host_memory == "pageable"
         self._pinned = self._on_gpu and not pageable

@@ -7,23 +7,13 @@ moments of one parameter stand at one offset.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 
 import torch
 
+from lazysched.flat_store import ALIGNMENT_BYTES as ALIGNMENT_BYTES
+from lazysched.flat_store import aligned as aligned
+from lazysched.flat_store import flat_bytes as flat_bytes
 from lazysched.schemas import Stage
-
-ALIGNMENT_BYTES = 256
-
-
-def aligned(num_bytes: int) -> int:
-    """``num_bytes`` rounded up to the alignment."""
-    return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-
-
-def flat_bytes(shapes: Mapping[str, tuple[int, ...]], element_bytes: int) -> int:
-    """Bytes of the flat store of tensors of these shapes."""
-    return sum(aligned(math.prod(shape) * element_bytes) for shape in shapes.values())
 
 
 def flat_views(flat: torch.Tensor, stage: Stage, element_bytes: int) -> dict[str, torch.Tensor]:

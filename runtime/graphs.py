@@ -44,8 +44,8 @@ class SplitGraph:
         forward: [block input, parameters, tensors among the arguments, where the output goes] -> [what is kept].
         backward: [what is kept, output gradient, where the input's gradient goes, a target for each of ``straight``,
             ``first`` if there are any] -> [parameter gradients, None for each argument].
-        straight: parameters, by number, whose gradients the backward puts into targets and returns as None
-            (``lazysched.runtime.straight``).
+        straight: trained parameters, by number among these, whose gradients the backward puts into targets and
+            returns as None (``lazysched.runtime.straight``).
     """
 
     forward: Runnable
@@ -55,6 +55,8 @@ class SplitGraph:
 
 class JointGraph:
     """Forward and backward of one block as one graph, not yet split.
+
+    Gradients are those of the input and of the module's parameters that require them.
 
     Args:
         module: the block; its parameters may be without storage.
@@ -75,6 +77,7 @@ class JointGraph:
         device: torch.device,
     ) -> None:
         names = [name for name, _ in module.named_parameters()]
+        trained = [param.requires_grad for param in module.parameters()]
         buffers = dict(module.named_buffers())
         leaves, spec = tree_flatten((buffers, arguments))
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
@@ -89,15 +92,19 @@ class JointGraph:
 
         with FakeTensorMode() as mode:
             shapes = [tuple(hidden_shape), *param_shapes]
-            wanted = [torch.empty(shape, dtype=dtype, device=device, requires_grad=True) for shape in shapes]
+            wanted = [
+                torch.empty(shape, dtype=dtype, device=device, requires_grad=grad)
+                for shape, grad in zip(shapes, (True, *trained), strict=True)
+            ]
         inputs = (*wanted, *(mode.from_tensor(tensor) for tensor in tensors))
         self._joint = _joint_graph(run, inputs)
-        self._num_inputs, self._num_params, self._device = len(inputs), len(names), device
+        _drop_frozen(self._joint, trained)
+        self._num_inputs, self._num_trained, self._device = len(inputs), sum(trained), device
 
     def split(self, budget: float) -> tuple[fx.GraphModule, fx.GraphModule, tuple[int, ...]]:
         """Forward and backward when about ``budget`` of the bytes that could be kept are kept; 0 keeps the input.
 
-        Also which parameters' gradients the backward puts straight into targets.
+        Also which trained parameters' gradients the backward puts straight into targets.
         """
         with functorch_config.patch(activation_memory_budget=budget):
             forward, backward = min_cut_rematerialization_partition(
@@ -106,7 +113,7 @@ class JointGraph:
             )  # fmt: skip
         for graph in (forward, backward):
             _write_first_output(graph)
-        return forward, backward, put_straight(backward, self._num_params, skip=0)
+        return forward, backward, put_straight(backward, self._num_trained, skip=0)
 
     def kept(self, budget: float) -> list[torch.Tensor]:
         """What the forward keeps beside its inputs when split at ``budget``: one fake tensor for each storage."""
@@ -119,7 +126,7 @@ class JointGraph:
     def returned(self, budget: float) -> list[torch.Tensor]:
         """Parameter gradients that the backward returns, not put straight into targets: fake tensors."""
         _, backward, _ = self.split(budget)
-        grads = _outputs(backward)[: self._num_params]
+        grads = _outputs(backward)[: self._num_trained]
         return [node.meta["val"] for node in grads if node is not None]
 
     def compile(self, budget: float) -> SplitGraph:
@@ -132,23 +139,25 @@ class JointGraph:
 
 
 def compile_joint(
-    function: Callable[..., tuple[torch.Tensor]], inputs: Sequence[torch.Tensor], num_params: int
+    function: Callable[..., tuple[torch.Tensor]], inputs: Sequence[torch.Tensor], trained: Sequence[bool]
 ) -> tuple[Runnable, tuple[int, ...]]:
     """``function`` and the gradient of its one output in a single graph.
 
     Args:
         function: of ``inputs``, returning one tensor in a tuple.
         inputs: fake tensors, the parameters from the second on; those that require a gradient get one.
-        num_params: of the parameters.
+        trained: which parameters are; only those have gradients.
 
     Returns:
         [inputs, gradient of the output, a target for each parameter that goes straight, ``first`` if there are any] ->
-        [output, gradient of each input or None]; and which parameters go straight.
+        [output, gradients of the first input, of each trained parameter, and None for the rest]; and which of the
+        trained parameters go straight.
     """
     joint = _joint_graph(function, tuple(inputs))
     joint.graph.set_codegen(CodeGen())  # traced, it takes and returns nested tuples
     joint.recompile()
-    straight = put_straight(joint, num_params, skip=2)
+    _drop_frozen(joint, trained)
+    straight = put_straight(joint, sum(trained), skip=2)
     return compile_graph(joint)[0], straight
 
 
@@ -195,6 +204,18 @@ def _example_inputs(graph: fx.GraphModule) -> list[torch.Tensor]:
 def _outputs(graph: fx.GraphModule) -> Sequence[Any]:
     nodes: Any = next(node for node in graph.graph.nodes if node.op == "output").args[0]
     return nodes  # type: ignore[no-any-return]
+
+
+def _drop_frozen(joint: fx.GraphModule, trained: Sequence[bool]) -> None:
+    """Of the outputs [output, gradients of the input and of each parameter, ...], leave those of frozen ones out."""
+    if all(trained):
+        return
+    node = joint.graph.output_node()
+    output, grad, *rest = _outputs(joint)
+    params, others = rest[: len(trained)], rest[len(trained) :]
+    kept = [param for param, is_trained in zip(params, trained, strict=True) if is_trained]
+    node.args = ((output, grad, *kept, *others),)
+    joint.recompile()
 
 
 def _write_first_output(graph: fx.GraphModule) -> None:

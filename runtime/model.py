@@ -19,6 +19,7 @@ from lazysched.runtime.ends import Ends
 from lazysched.runtime.packed import example_positions
 from lazysched.runtime.skeleton import move_buffers
 from lazysched.schemas import BYTES_PER_ELEMENT, AttentionBackend, Dtype, SaveVariant, Stage
+from lazysched.trainable import first_trained, select_trained
 
 if TYPE_CHECKING:  # it imports Inductor, which takes seconds and is not needed where nothing is compiled
     from lazysched.runtime.graphs import JointGraph, SplitGraph
@@ -27,8 +28,18 @@ if TYPE_CHECKING:  # it imports Inductor, which takes seconds and is not needed 
 class Model:
     """Everything of a model except its weights, on ``device``.
 
+    Args:
+        config: of the model.
+        compute_dtype: of weights and activations.
+        device: where it computes.
+        micro_batch: rows that go through at once.
+        seq_len: tokens of a row.
+        attention_backend: kernel of torch's attention.
+        packing: whether rows hold several samples.
+        trainable: patterns of the parameters that are trained; none: all.
+
     Attributes:
-        stages: ``embed``, blocks, ``head``.
+        stages: ``embed``, blocks, ``head``; they say what is trained.
         templates: structure -> block template.
         ends: embedding and head.
         calls: what each block is called with at this micro-batch and length.
@@ -36,21 +47,21 @@ class Model:
 
     def __init__(
         self, config: PretrainedConfig, compute_dtype: Dtype, device: torch.device, *, micro_batch: int, seq_len: int,
-        attention_backend: AttentionBackend = "default", packing: bool = False,
+        attention_backend: AttentionBackend = "default", packing: bool = False, trainable: Sequence[str] = (),
     ) -> None:  # fmt: skip
         architecture = Architecture(config)
         self.dtype: torch.dtype = getattr(torch, compute_dtype)
         self.device = device
         self.model_id = architecture.model_id
-        self.stages = architecture.stages(compute_dtype)
+        self.stages = select_trained(architecture.stages(compute_dtype), trainable)
         move_buffers(architecture.base, device)
-        self.ends = Ends(architecture, device)
+        self.ends = Ends(architecture, device, self.stages)
         self.calls = self._record(architecture, micro_batch, seq_len, packing)
         element_bytes = BYTES_PER_ELEMENT[compute_dtype]
-        first = {stage.structure: architecture.module_of(stage) for stage in reversed(self.stages) if stage.is_block}
+        first = {stage.structure: stage for stage in reversed(self.stages) if stage.is_block}
         self.templates = {
-            structure: BlockTemplate(module, element_bytes, self.calls.constants, device)
-            for structure, module in first.items()
+            structure: BlockTemplate(architecture.module_of(stage), stage, element_bytes, self.calls.constants, device)
+            for structure, stage in first.items()
         }
         self.initialise_module = architecture.model._init_weights
         self.use_attention(attention_backend)
@@ -60,6 +71,10 @@ class Model:
         self._arguments = [self.calls.arguments]
         if packing:
             self._pack_example(micro_batch, seq_len)
+
+    def has_backward(self, stage: Stage) -> bool:
+        """Whether the stage's backward runs: something is trained in it or before it."""
+        return self.stages.index(stage) >= first_trained(self.stages)
 
     def use_attention(self, backend: AttentionBackend) -> None:
         """Run and trace blocks with this kernel of torch's attention; forms built before keep theirs."""

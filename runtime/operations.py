@@ -31,7 +31,8 @@ class StepContext:
         loss_scale: 1 / trained tokens of the step.
         learning_rate: of the step.
         scale: where the coefficients and the factor arrive on the host, fp32 [15].
-        totals: where loss, gradient norm, skip and the norms of all tensors arrive on the host, fp32 [3 + tensors].
+        totals: where loss, gradient norm, skip and the norms of all trained tensors arrive on the host, fp32
+            [3 + tensors].
         training: whether the step updates.
     """
 
@@ -44,7 +45,7 @@ class StepContext:
 
     @classmethod
     def of(cls, batch: Batch, learning_rate: float, num_tensors: int, *, training: bool, pinned: bool) -> StepContext:
-        """Context of one step on ``batch`` of a model of ``num_tensors`` weights; ``pinned`` where a GPU copies."""
+        """Context of one step on ``batch`` that trains ``num_tensors`` weights; ``pinned`` where a GPU copies."""
         packed = [] if batch.positions is None else [batch.positions]
         stacked = torch.stack([batch.input_ids, batch.targets, *packed])
         scale = torch.zeros(SCALE_ELEMENTS, pin_memory=pinned)
@@ -95,8 +96,10 @@ class Operations:
         assert op.stage is not None
         return self._layout.by_id[op.stage]
 
-    def _views(self, buffer_id: str, stage: Stage) -> list[torch.Tensor]:
-        return list(flat_views(self._buffers[buffer_id], stage, self._layout.element_bytes).values())
+    def _grads(self, buffer_id: str, stage: Stage) -> list[torch.Tensor]:
+        """The gradients in a buffer, of the stage's trained parameters."""
+        trained = self._layout.trained[stage.id]
+        return list(flat_views(self._buffers[buffer_id], trained, self._layout.element_bytes).values())
 
     def _hidden(self, buffers: tuple[str, ...]) -> torch.Tensor:
         """The first hidden state, or gradient of one, among ``buffers``: [rows, tokens, hidden]."""
@@ -154,7 +157,7 @@ class Operations:
         hidden, output = self._hidden(op.reads), self._hidden(op.writes)
         for slot in op.writes:  # its copy is done before this forward runs, so that its memory serves the forward
             self._outgoing.pop(slot, None)
-        if context.training:
+        if context.training and self._layout.has_backward(stage):
             self._keep(op, stage, m, form.forward(hidden, arguments, output))
         else:
             form.evaluate(hidden, arguments, output)
@@ -200,10 +203,12 @@ class Operations:
         total.copy_(loss) if m == 0 else total.add_(loss)
 
     def _head_sums(self, op: Op, stage: Stage, m: int) -> Gradients:
-        own = self._views(self._layout.accumulator(stage), stage)
-        num_norm = len(self._model.ends.norm_params)
-        output = self._views("gpu/accumulator/shared", self._layout.embed) if self._layout.tied else own[num_norm:]
-        return Gradients(own[:num_norm], output, fresh=m == 0)
+        """Where the loss adds its weight gradients: of the final norm, then of the output matrix."""
+        layout, num_norm = self._layout, self._model.ends.num_trained_norm
+        own = self._grads(layout.accumulator(stage), stage) if stage.is_trained else []
+        has_shared = layout.tied and layout.embed.is_trained
+        shared = self._grads("gpu/accumulator/shared", layout.embed) if has_shared else []
+        return Gradients(own[:num_norm], own[num_norm:] + shared, fresh=m == 0)
 
     # ---- backward
 
@@ -216,11 +221,11 @@ class Operations:
             form = self._bound_form(op, stage)
             form.backward(
                 saved, self._model.arguments(stage, m), output_grad, self._hidden(op.writes),
-                self._views(op.writes[1], stage), first=m == 0,
+                [view for target in op.writes[1:] for view in self._grads(target, stage)], first=m == 0,
             )  # fmt: skip
         else:
             grads = self._model.ends.embed_backward(self._edges.pop(m), output_grad)
-            add_gradients(self._views(op.writes[0], stage), grads, first=m == 0)
+            add_gradients(self._grads(op.writes[0], stage), grads, first=m == 0)
 
     def _restored(self, op: Op, stage: Stage, m: int) -> Saved:
         """What the forward kept, with what was on the host read from the fetched slot."""
@@ -249,7 +254,7 @@ class Operations:
             count = self._layout.elements(stage)
             self._buffers[gradient][:count].copy_(self._buffers[op.reads[0]][:count])
         first, last = self._norm_range[stage.id]
-        norms = torch._foreach_norm(self._views(gradient, stage), 2, dtype=torch.float32)
+        norms = torch._foreach_norm(self._grads(gradient, stage), 2, dtype=torch.float32)
         torch.stack(list(norms), out=self._buffers["gpu/norms"][first:last])
 
     def _accumulate(self, op: Op, context: StepContext) -> None:
@@ -292,9 +297,9 @@ def _only(buffers: tuple[str, ...], prefix: str) -> str:
 
 
 def norm_ranges(stages: list[Stage]) -> dict[str, tuple[int, int]]:
-    """Where each stage's tensor norms stand, in the order of the flat store."""
+    """Where the norms of each stage's trained tensors stand, in the order of the flat store."""
     ranges, start = {}, 0
     for stage in stages:
-        ranges[stage.id] = (start, start + len(stage.params))
-        start += len(stage.params)
+        ranges[stage.id] = (start, start + len(stage.trained_params))
+        start += len(stage.trained_params)
     return ranges

@@ -24,6 +24,7 @@ from lazysched.runtime.model import Model
 from lazysched.runtime.stage_updates import STEP_COEFFICIENT, AdamWFp32, AdamWSettings, Hybrid8Update, StageUpdate
 from lazysched.schemas import Plan, Stage
 from lazysched.schemas.executable import check_executable
+from lazysched.trainable import trained_part
 
 
 class Session:
@@ -57,7 +58,7 @@ class Session:
         self.plan, self.config, self.device = plan, config, device
         self.model = Model(
             config, plan.compute_dtype, device, micro_batch=plan.micro_batch, seq_len=plan.seq_len,
-            attention_backend=plan.attention, packing=plan.packing,
+            attention_backend=plan.attention, packing=plan.packing, trainable=plan.trainable,
         )  # fmt: skip
         if self.model.model_id != plan.model_id:
             raise UsageError(
@@ -89,7 +90,10 @@ class Session:
 
     def _update_of(self, stage: Stage, layout: Layout, settings: AdamWSettings) -> StageUpdate:
         place = "host" if layout.on_host(stage) else "gpu"
-        weights, grads, state = (self.buffers[f"{place}/{kind}/{stage.id}"] for kind in ("weights", "grads", "state"))
+        weights = self.buffers[f"{place}/weights/{stage.id}"]
+        grads, state = weights[:0], weights[:0].view(torch.uint8)  # of a frozen stage
+        if stage.is_trained:
+            grads, state = (self.buffers[f"{place}/{kind}/{stage.id}"] for kind in ("grads", "state"))
         if layout.choice(stage).state_format == "hybrid8":
             small, threads = self.plan.fp32_state_elements, cpu_threads(self.device)
             return Hybrid8Update(stage, weights, grads, state, settings, small, threads)
@@ -170,9 +174,12 @@ class Session:
         self.buffers["gpu/scale"][STEP_COEFFICIENT] = num_updates
 
     def gradients(self, stage: Stage) -> dict[str, torch.Tensor]:
-        """The last step's gradients of a stage, before clipping, in the computing dtype."""
-        place = self.plan.stages[stage.id].state
-        return flat_views(self.buffers[f"{place}/grads/{stage.id}"], stage, self.model.dtype.itemsize)
+        """The last step's gradients of what is trained of a stage, before clipping, in the computing dtype."""
+        if not stage.is_trained:
+            return {}
+        place, element_bytes = self.plan.stages[stage.id].state, self.model.dtype.itemsize
+        trained = trained_part(stage, element_bytes)
+        return flat_views(self.buffers[f"{place}/grads/{stage.id}"], trained, element_bytes)
 
     def close(self) -> None:
         """Give everything back, whatever state a step was left in."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from lazysched.errors import UsageError
+from lazysched.schemas import Stage
 
 
 def build_skeleton(config: PretrainedConfig) -> PreTrainedModel:
@@ -75,14 +76,20 @@ def _refuse_dropout(model: nn.Module) -> None:
                 raise UsageError(f"model: {name}.{attribute} is {value}; set dropout to 0 in config.json")
 
 
-def replace_with_placeholders(module: nn.Module, device: torch.device) -> dict[str, nn.Parameter]:
-    """Give ``module`` empty parameters on ``device``, to be bound to slices of a flat buffer; names -> parameters."""
+def replace_with_placeholders(module: nn.Module, device: torch.device) -> list[nn.Parameter]:
+    """Give ``module`` empty parameters on ``device``, to be bound to slices of a flat buffer; in the module's order."""
     for owner in module.modules():
         for name, param in owner._parameters.items():
             if param is not None:
                 owner._parameters[name] = nn.Parameter(torch.empty(0, device=device))
     move_buffers(module, device)
-    return dict(module.named_parameters())
+    return list(module.parameters())
+
+
+def freeze(params: Sequence[nn.Parameter], stage: Stage) -> None:
+    """Let only what is trained of ``params``, the stage's own in the order of its flat store, require gradients."""
+    for param, name in zip(params, stage.params, strict=True):
+        param.requires_grad_(name in stage.trained_params)
 
 
 def move_buffers(module: nn.Module, device: torch.device) -> None:

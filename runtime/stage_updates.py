@@ -20,6 +20,7 @@ from lazysched.runtime.flat import flat_views
 from lazysched.runtime.hybrid8 import BlockState, Coefficients, Fp32State
 from lazysched.runtime.hybrid8_backends import prepare
 from lazysched.schemas import Stage
+from lazysched.trainable import trained_part
 
 CPU_UPDATE_CHUNK = 1 << 20
 """Elements updated at a time on the CPU: master, moments and gradient of a chunk stay in the outer caches."""
@@ -81,6 +82,8 @@ class StepScale:
 class StageUpdate(Protocol):
     """Updates one stage in place; the formats of optimizer state implement it. Moments start as the zeros they find.
 
+    Gradients and state are those of what is trained, laid out as ``lazysched.trainable.trained_part``.
+
     Attributes:
         weights: name -> view of the stage's weights in the computing dtype.
         parts: ``name.part`` -> flat view of the optimizer state; with the weights it is all that a run goes on from.
@@ -108,8 +111,8 @@ class AdamWFp32:
     Args:
         stage: names and shapes.
         weights: flat store, [elements] or longer, in the computing dtype; the master itself where that is fp32.
-        grads: flat gradients, [elements] or longer, in the computing dtype.
-        state: flat fp32 [3 * elements]: master, first and second moment; [2 * elements] without the master.
+        grads: flat gradients of the trained parameters, [elements] or longer, in the computing dtype.
+        state: flat fp32 [3 * elements] of these: master, first and second moment; [2 * elements] without the master.
         settings: hyperparameters. Biases and one-dimensional tensors do not decay.
     """
 
@@ -117,19 +120,21 @@ class AdamWFp32:
         self, stage: Stage, weights: torch.Tensor, grads: torch.Tensor, state: torch.Tensor, settings: AdamWSettings
     ) -> None:
         element_bytes = weights.element_size()
-        elements = stage.weight_bytes // element_bytes
-        segments = state.split(elements)
+        trained = trained_part(stage, element_bytes)
+        self.weights = flat_views(weights, stage, element_bytes)
         self.has_master = weights.dtype != torch.float32
-        master = segments[0] if self.has_master else weights[:elements]
-        first, second = segments[-2:]
-        named = [flat_views(flat, stage, element_bytes) for flat in (weights, grads, master, first, second)]
-        self.weights, self.master = named[0], named[2]
-        stored = {"first": named[3], "second": named[4]} | ({"master": named[2]} if self.has_master else {})
-        self.parts = {f"{name}.{part}": views[name].view(-1) for part, views in stored.items() for name in stage.params}
+        parts = state.view(3 if self.has_master else 2, trained.weight_bytes // element_bytes)
+        *masters, first, second = (flat_views(part, trained, element_bytes) for part in parts)
+        self.master = masters[0] if masters else {name: self.weights[name] for name in trained.params}
+        stored = {"first": first, "second": second} | ({"master": self.master} if self.has_master else {})
+        self.parts = {
+            f"{name}.{part}": views[name].view(-1) for part, views in stored.items() for name in trained.params
+        }
         self._settings = settings
+        named = [self.weights, flat_views(grads, trained, element_bytes), self.master, first, second]
         self._tensors = [
             (tuple(views[name].view(-1) for views in named), 0.0 if _undecayed(name, shape) else settings.weight_decay)
-            for name, shape in stage.params.items()
+            for name, shape in trained.params.items()
         ]
         chunk = GPU_UPDATE_CHUNK if weights.is_cuda else CPU_UPDATE_CHUNK
         self._chunk = chunk
@@ -137,7 +142,10 @@ class AdamWFp32:
         self._scratch_size = min(chunk, largest)
 
     def load(self, name: str, fill: Fill, stored: torch.dtype) -> None:
-        """Fill the master and round it to the weight."""
+        """Fill the master and round it to the weight; a frozen one has none."""
+        if name not in self.master:
+            fill(self.weights[name])
+            return
         fill(self.master[name])
         if self.has_master:
             self.weights[name].copy_(self.master[name])
@@ -182,7 +190,7 @@ class Hybrid8Update:
     Args:
         stage: names and shapes.
         weights: flat store, [elements] or longer, bf16 or fp32; fp32 is the master itself.
-        grads: flat gradients, [elements] or longer, in the dtype of the weights.
+        grads: flat gradients of the trained parameters, [elements] or longer, in the dtype of the weights.
         state: flat uint8, as ``lazysched.optimizer_state.hybrid8_layout`` lays it out; zeros, but for loaded masters.
         settings: hyperparameters. Biases and one-dimensional tensors do not decay.
         fp32_elements: tensors with at most so many elements keep fp32 state.
@@ -195,7 +203,7 @@ class Hybrid8Update:
     ) -> None:  # fmt: skip
         element_bytes = weights.element_size()
         self.weights = flat_views(weights, stage, element_bytes)
-        named_grads = flat_views(grads, stage, element_bytes)
+        named_grads = flat_views(grads, trained_part(stage, element_bytes), element_bytes)
         self._states = {
             tensor.name: _carve(tensor, self.weights[tensor.name], named_grads[tensor.name], state, settings)
             for tensor in hybrid8_layout(stage, element_bytes, fp32_elements)[0]
@@ -209,8 +217,8 @@ class Hybrid8Update:
         self._prepared = prepare(list(self._states.values()), threads=threads)
 
     def load(self, name: str, fill: Fill, stored: torch.dtype) -> None:
-        """Fill the master: the fp32 weight itself, the fp32 master, or 24 bits in weight and correction."""
-        state, weight = self._states[name], self.weights[name]
+        """Fill the master: the fp32 weight itself, the fp32 master, or 24 bits; of a frozen one the weight."""
+        state, weight = self._states.get(name), self.weights[name]
         if isinstance(state, BlockState) and state.correction is not None:
             if stored == weight.dtype:
                 fill(weight)

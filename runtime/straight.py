@@ -108,8 +108,8 @@ def put_straight(backward: fx.GraphModule, num_params: int, skip: int = 1) -> tu
     these are None. Gradients that are no plain product, or are used again, stay outputs.
 
     Args:
-        backward: returns ``skip`` others, the parameters' gradients, and more; changed in place.
-        num_params: of the parameters.
+        backward: returns ``skip`` others, the trained parameters' gradients, and more; changed in place.
+        num_params: of the trained parameters.
         skip: outputs before their gradients.
 
     Returns:
@@ -145,7 +145,7 @@ def run_straight(
         graph: compiled.
         inputs: those that it had before; emptied.
         straight: what was returned for it.
-        targets: one for each parameter.
+        targets: one for each trained parameter.
         first: whether there is nothing in ``targets`` yet.
         skip: outputs before the gradients.
 

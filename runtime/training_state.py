@@ -68,7 +68,8 @@ def fixed_fields(plan: Plan, dataset: Dataset, seed: int, group_by_length: bool)
     return {
         "model_id": plan.model_id, "data": dataset.fingerprint, "seed": seed, "batch_size": plan.batch_size,
         "group_by_length": group_by_length, "seq_len": plan.seq_len, "packing": plan.packing,
-        "compute_dtype": plan.compute_dtype, "fp32_state_elements": plan.fp32_state_elements, **formats,
+        "compute_dtype": plan.compute_dtype, "fp32_state_elements": plan.fp32_state_elements,
+        "trainable": ", ".join(sorted(set(plan.trainable))) or None, **formats,
     }  # fmt: skip
 
 

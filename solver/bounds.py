@@ -122,7 +122,7 @@ def _add_times(
     updates = counts.state(lambda c: c.cpu_update_s, *ON_HOST) + counts.ends(lambda c: c.cpu_update_s, gpu=False)
     problem += period >= (backward + updates if instance.update.waits_for_norm else updates)
     loads = counts.state(lambda c: c.load_s, *ON_HOST) + counts.ends(lambda c: c.load_s, gpu=False)
-    again = counts.state(lambda c: c.load_s, *STREAMED) - slots * max(c.load_s for c in instance.blocks)
+    again = counts.state(lambda c: c.reload_s, *STREAMED) - slots * max(c.load_s for c in instance.blocks)
     fetches = counts.save(lambda o: m * o.fetch_s)
     problem += period >= loads + fetches
     problem += period >= loads + again + fetches
@@ -138,7 +138,7 @@ def _add_file_times(
     """All reads, and all writes, must fit into T."""
     m, costs = instance.candidate.accumulation, [instance.embed, instance.head]
     held_s = slots * max(c.read_weights_s for c in instance.blocks)
-    weights = counts.state(lambda c: 2 * c.read_weights_s, "nvme") - held_s
+    weights = counts.state(lambda c: (1 + (c.reload_s > 0)) * c.read_weights_s, "nvme") - held_s
     ends = counts.vocabulary(
         lambda o: sum(c.read_update_s(s) for c, s in zip(costs, (o.embed, o.head), strict=True))
     )  # fmt: skip
@@ -157,8 +157,8 @@ def _add_memory(problem: pulp.LpProblem, instance: Instance, counts: _Counts, bu
     candidate = instance.candidate
     m, num_blocks = candidate.accumulation, instance.num_blocks
     streamed = counts.state(lambda c: c.weight_gb, *STREAMED)
-    host_state = counts.state(lambda c: c.weight_gb, *ON_HOST)
-    slots = ((candidate.prefetch_depth + 1) * streamed + (candidate.d2h_lag + 1) * host_state) * (1 / num_blocks)
+    host_grads = counts.state(lambda c: c.grads_gb, *ON_HOST)
+    slots = ((candidate.prefetch_depth + 1) * streamed + (candidate.d2h_lag + 1) * host_grads) * (1 / num_blocks)
     own = counts.by_state(lambda c, s: c.on_gpu_gb(s))
     moving_gb = (candidate.prefetch_depth + candidate.d2h_lag + 2) * instance.moving_slot_gb
     vocabulary = pulp.lpSum(

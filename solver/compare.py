@@ -88,6 +88,7 @@ def _refuse_other_model(plan_a: Plan, plan_b: Plan) -> None:
 def _setting_differences(plan_a: Plan, plan_b: Plan) -> tuple[list[Difference], list[str]]:
     pairs = {name: (str(getattr(plan_a, name)), str(getattr(plan_b, name))) for name in SETTINGS}
     pairs["update"] = _update(plan_a), _update(plan_b)
+    pairs["trainable"] = _trained(plan_a), _trained(plan_b)
     pairs["pins"] = _pins(plan_a), _pins(plan_b)
     for tier in plan_a.budget_bytes | plan_b.budget_bytes:
         sizes = [format_bytes(plan.budget_bytes.get(tier, 0)) for plan in (plan_a, plan_b)]
@@ -100,6 +101,10 @@ def _update(plan: Plan) -> str:
     update = plan.update
     clipping = "no clipping" if update.clip_norm is None else f"clipping to {update.clip_norm:g}"
     return f"{update.mode}, {clipping}, {'with' if update.check_finite else 'no'} check for finite gradients"
+
+
+def _trained(plan: Plan) -> str:
+    return ", ".join(plan.trainable) or "everything"
 
 
 def _pins(plan: Plan) -> str:

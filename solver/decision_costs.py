@@ -30,6 +30,7 @@ from lazysched.solver.judge import SIMULATED_STEPS
 from lazysched.solver.pins import Pin, kept_pins, of_stage
 from lazysched.solver.simulate import Timeline, simulate_plan
 from lazysched.solver.what_if import over_budget
+from lazysched.trainable import first_trained
 
 ROUNDING = 1e-9
 """Share of a step below which two simulated steps are equal."""
@@ -179,9 +180,10 @@ def _kept_bytes(base: Base, stages: Sequence[Stage]) -> dict[Tier, int]:
     for buffer in base.program.buffers.values():
         if ids & set(buffer.id.split("/")[2:]):
             kept[buffer.tier] += buffer.num_bytes
+    with_backward = base.profile.stages[first_trained(base.profile.stages) :]
     for stage in stages:
         choice = base.plan.stages[stage.id]
-        if stage.is_block and choice.input_tier == "gpu":
+        if stage.is_block and choice.input_tier == "gpu" and stage in with_backward:
             chosen = base.plan.variants[variant_key(stage.structure, choice.save)]
             kept["gpu"] += base.plan.accumulation * chosen.saved["input"] // choice.segment
     return dict(kept)

@@ -205,4 +205,4 @@ def _weights_in_files(_: StageCosts, choice: StateChoice) -> float:
 
 
 def _state_in_files(costs: StageCosts, choice: StateChoice) -> float:
-    return float(costs.in_files_gb(choice) > 0)
+    return float(costs.record_gb(choice) > 0)

@@ -63,6 +63,8 @@ def check_model(profile: Profile) -> None:
     element_bytes = BYTES_PER_ELEMENT[profile.compute_dtype]
     for stage in profile.stages:
         _check_stage(stage, element_bytes)
+    if not any(stage.is_trained for stage in profile.stages):
+        raise _refusal("stages", "no parameter is trained")
     blocks = {stage.structure for stage in profile.stages if stage.is_block}
     for structure, by_size in profile.variants.items():
         for size, variants in by_size.items():

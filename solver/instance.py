@@ -48,6 +48,7 @@ from lazysched.solver.options import (
 )
 from lazysched.solver.pins import Pin, of_stage
 from lazysched.solver.saving import Saving
+from lazysched.trainable import first_trained, trained_part
 
 GB = 1e9
 
@@ -99,11 +100,14 @@ class Instance:
         self.embed_stage, self.head_stage = profile.stages[0], profile.stages[-1]
         self.block_stages = profile.stages[1:-1]
         self.tied = self.head_stage.shares is not None
+        self._forward_only = {stage.id for stage in profile.stages[: first_trained(profile.stages)]}
+        self.num_forward_only = sum(not self.has_backward(stage) for stage in self.block_stages)
+        """The first so many blocks have no backward: nothing is trained in them or before them."""
         self.embed, self.head = self._costs(self.embed_stage), self._costs(self.head_stage)
         by_shape: dict[tuple[str, int, int], StageCosts] = {}
         self.blocks: list[StageCosts] = []
         for stage in self.block_stages:
-            shape = (stage.structure, stage.weight_bytes, stage.num_params)
+            shape = (stage.structure, stage.weight_bytes, stage.num_trained)
             if shape not in by_shape:
                 by_shape[shape] = self._costs(stage)
             self.blocks.append(by_shape[shape])
@@ -136,6 +140,10 @@ class Instance:
     def num_blocks(self) -> int:
         """Number of decoder blocks."""
         return len(self.blocks)
+
+    def has_backward(self, stage: Stage) -> bool:
+        """Whether the backward of ``stage`` runs: something is trained in it or before it."""
+        return stage.id not in self._forward_only
 
     @cached_property
     def hidden_gb(self) -> float:
@@ -177,7 +185,7 @@ class Instance:
 
     @cached_property
     def _num_tensors(self) -> int:
-        return sum(len(stage.params) for stage in self.profile.stages)
+        return sum(len(stage.trained_params) for stage in self.profile.stages)
 
     @cached_property
     def vocabulary_options(self) -> tuple[VocabularyOption, ...]:
@@ -241,7 +249,9 @@ class Instance:
 
     @cached_property
     def embed_backward_s(self) -> float:
-        """The embedding's backward window of a step, the sum with a tied head included."""
+        """The embedding's backward window of a step, the sum with a tied head included; 0 if it is frozen."""
+        if not self.embed_stage.is_trained:
+            return 0.0
         total = self.candidate.accumulation * self.embed_variant.backward.seconds + self.embed.norm_s
         if self.tied:
             total += self.link_s("gpu", round(3 * self.embed.accumulator_gb * GB))
@@ -273,27 +283,30 @@ class Instance:
     # ---- making
 
     def _costs(self, stage: Stage) -> StageCosts:
-        elements = stage.weight_bytes // self.element_bytes
+        weight_bytes, grads_bytes = stage.weight_bytes, trained_part(stage, self.element_bytes).weight_bytes
+        elements = grads_bytes // self.element_bytes
         accumulator_bytes = MASTER_BYTES * elements
         accumulates = self.candidate.accumulation > 1 or not stage.is_block
-        norm_bytes = (accumulator_bytes + stage.weight_bytes if accumulates else 0) + stage.weight_bytes
-        weight_bytes = stage.weight_bytes
+        norm_bytes = (accumulator_bytes + grads_bytes if accumulates else 0) + grads_bytes
+        record_bytes = weight_bytes if stage.is_trained else 0
         own_bytes = state_bytes(stage, self.element_bytes, self.state_format, FP32_STATE_ELEMENTS)
         return StageCosts(
             weight_gb=weight_bytes / GB,
+            grads_gb=grads_bytes / GB,
             state_gb=own_bytes / GB,
             accumulator_gb=accumulator_bytes / GB,
-            load_s=self.link_s("h2d", stage.weight_bytes),
-            grads_s=self.link_s("d2h", stage.weight_bytes),
+            load_s=self.link_s("h2d", weight_bytes),
+            reload_s=self.link_s("h2d", weight_bytes if self.has_backward(stage) else 0),
+            grads_s=self.link_s("d2h", grads_bytes),
             norm_s=self.link_s("gpu", norm_bytes),
-            cpu_update_s=stage.num_params / update_rate(self.profile, "cpu", self.state_format),
-            gpu_update_s=stage.num_params / update_rate(self.profile, "gpu", self.state_format),
+            cpu_update_s=stage.num_trained / update_rate(self.profile, "cpu", self.state_format),
+            gpu_update_s=stage.num_trained / update_rate(self.profile, "gpu", self.state_format),
             gpu_update_working_gb=gpu_update_working_bytes(elements, self.state_format) / GB,
             read_weights_s=self.file_s("nvme_read", weight_bytes),
             read_state_s=self.file_s("nvme_read", own_bytes),
             write_state_s=self.file_s("nvme_write", own_bytes),
-            read_both_s=self.file_s("nvme_read", own_bytes + weight_bytes),
-            write_both_s=self.file_s("nvme_write", own_bytes + weight_bytes),
+            read_both_s=self.file_s("nvme_read", own_bytes + record_bytes),
+            write_both_s=self.file_s("nvme_write", own_bytes + record_bytes),
         )
 
     def _vocabulary(self, embed: StateChoice, head: StateChoice) -> VocabularyOption:
@@ -306,9 +319,9 @@ class Instance:
             gpu_gb=slot_gb + sum(costs.on_gpu_gb(choice) for choice, costs in pairs),
             host_gb=sum(costs.on_host_gb(choice) for choice, costs in pairs) + from_files_gb,
             moved_gb=sum(costs.moved_gb(choice) for choice, costs in pairs) + from_files_gb,
-            grads_slot_gb=max((costs.weight_gb for choice, costs in pairs if choice != "gpu"), default=0.0),
+            grads_slot_gb=max((costs.grads_gb for choice, costs in pairs if choice != "gpu"), default=0.0),
             nvme_gb=sum(costs.in_files_gb(choice) for choice, costs in pairs),
-            record_gb=max(costs.in_files_gb(choice) for choice, costs in pairs),
+            record_gb=max(costs.record_gb(choice) for choice, costs in pairs),
         )
 
     def _only(self, stage: Stage) -> SaveVariant:

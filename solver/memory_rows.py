@@ -75,7 +75,7 @@ def _file_slots(problem: pulp.LpProblem, instance: Instance, decisions: Decision
     for i in range(instance.num_blocks):
         problem += weights >= decisions.state(i, lambda c: c.weight_gb, "nvme")
         problem += saved >= decisions.save(i, lambda o: o.nvme_gb)
-        problem += record >= decisions.by_state(i, lambda c, s: c.in_files_gb(s))
+        problem += record >= decisions.by_state(i, lambda c, s: c.record_gb(s))
     problem += record >= decisions.vocabulary(lambda option: option.record_gb)
     return (depth + 2) * weights + (depth + lag + 4) * saved, STATE_SLOTS * record
 
@@ -86,7 +86,7 @@ def _slots(problem: pulp.LpProblem, instance: Instance, decisions: Decisions) ->
     weights, grads = (problem.add_variable(f"slot_{kind}_gb", 0) for kind in ("weights", "grads"))
     for i in range(instance.num_blocks):
         problem += weights >= decisions.state(i, lambda c: c.weight_gb, *STREAMED)
-        problem += grads >= decisions.state(i, lambda c: c.weight_gb, *ON_HOST)
+        problem += grads >= decisions.state(i, lambda c: c.grads_gb, *ON_HOST)
     vocabulary_grads = decisions.vocabulary(lambda option: option.grads_slot_gb)
     moving_gb = (depth + lag + 2) * instance.moving_slot_gb + _segment_slots(problem, instance, decisions)
     hidden = instance.in_flight_gb + instance.candidate.accumulation * _inputs(problem, instance, decisions)

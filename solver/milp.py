@@ -33,7 +33,7 @@ from lazysched.solver.decisions import Decisions, Expression
 from lazysched.solver.highs import Outcome, solve_problem
 from lazysched.solver.instance import Instance
 from lazysched.solver.memory_rows import Budgets, add_memory_rows
-from lazysched.solver.options import RESIDENT, STATE_CHOICES, STREAMED
+from lazysched.solver.options import STATE_CHOICES
 from lazysched.solver.plans import Choices
 from lazysched.solver.time_rows import add_time_rows
 
@@ -142,8 +142,7 @@ def _tie_breakers(instance: Instance, decisions: Decisions) -> Expression:
     for i in range(instance.num_blocks):
         terms.append(decisions.save(i, lambda o: 2 * m * MOVED_TIE_S_PER_GB * o.offloaded_gb))
         terms.append(decisions.save(i, lambda o: m * RESIDENT_TIE_S_PER_GB * o.kept_gb))
-        terms.append(decisions.state(i, lambda c: 2 * MOVED_TIE_S_PER_GB * c.weight_gb, *RESIDENT))
-        terms.append(decisions.state(i, lambda c: 3 * MOVED_TIE_S_PER_GB * c.weight_gb, *STREAMED))
+        terms.append(decisions.by_state(i, lambda c, s: MOVED_TIE_S_PER_GB * c.copied_gb(s)))
         terms.append(decisions.by_state(i, lambda c, s: RESIDENT_TIE_S_PER_GB * c.on_gpu_gb(s)))
         terms.append(decisions.by_state(i, lambda c, s: 2 * MOVED_TIE_S_PER_GB * c.in_files_gb(s)))
     return pulp.lpSum(terms)

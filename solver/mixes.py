@@ -57,10 +57,13 @@ def best_mixes(
 
 
 def _rows(instance: Instance, shares: dict[Kind, float]) -> Ints:
-    """N x L: save options of all mixes; of segments none."""
+    """N x L: save options of all mixes; of segments none. Blocks without a backward have a single option."""
+    before = [0] * instance.num_forward_only
+    if len(before) == instance.num_blocks:
+        return np.empty((0, len(before)), dtype=np.int64)
     places = [
         {(o.variant.name, o.tier, o.rest_stays): k for k, o in enumerate(options) if o.segment == 1}
-        for options in instance.saves
+        for options in instance.saves[len(before) :]
     ]
     common = [kind for kind, share in shares.items() if share >= LEAST_SHARE and all(kind in own for own in places)]
     kinds = sorted(common, key=lambda kind: -shares[kind])[:MAX_KINDS]
@@ -71,7 +74,7 @@ def _rows(instance: Instance, shares: dict[Kind, float]) -> Ints:
         for pattern in patterns
         for chosen in itertools.combinations(range(len(kinds)), max(pattern) + 1)
     ]
-    return np.array(rows, dtype=np.int64)
+    return np.array([[*before, *row] for row in rows], dtype=np.int64)
 
 
 def _of(count: int, parts: int, length: int) -> Iterator[tuple[int, ...]]:

@@ -149,10 +149,13 @@ class StageCosts:
     """What moving, holding and updating one stage costs, whatever is chosen for it."""
 
     weight_gb: float
-    """Also the size of the gradient in the computing dtype."""
+    grads_gb: float
+    """The gradient of what is trained, in the computing dtype."""
     state_gb: float
     accumulator_gb: float
     load_s: float
+    reload_s: float
+    """The same for the backward; 0 where it does not run."""
     grads_s: float
     norm_s: float
     cpu_update_s: float
@@ -169,7 +172,7 @@ class StageCosts:
     @property
     def stored_gb(self) -> float:
         """Weights, gradient and optimizer state together."""
-        return 2 * self.weight_gb + self.state_gb
+        return self.weight_gb + self.grads_gb + self.state_gb
 
     def on_gpu_gb(self, choice: StateChoice) -> float:
         """Buffers of its own on the GPU."""
@@ -185,12 +188,26 @@ class StageCosts:
         """Of that, what copies read and write: weights and gradient."""
         if choice == "gpu":
             return 0.0
-        return self.weight_gb if choice == "nvme" else 2 * self.weight_gb
+        return self.grads_gb + (0.0 if choice == "nvme" else self.weight_gb)
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether anything of it has a gradient, state and an update."""
+        return self.grads_gb > 0
+
+    def copied_gb(self, choice: StateChoice) -> float:
+        """What a step copies of weights, for both passes, and of the gradient."""
+        passes = 1 + (self.reload_s > 0) * (choice in STREAMED)
+        return 0.0 if choice == "gpu" else passes * self.weight_gb + self.grads_gb
 
     def in_files_gb(self, choice: StateChoice) -> float:
-        """What it has in files; an update reads and writes all of it."""
+        """What it has in files."""
         weight_gb = self.weight_gb if choice == "nvme" else 0.0
         return weight_gb + self.state_gb if choice in IN_FILES else 0.0
+
+    def record_gb(self, choice: StateChoice) -> float:
+        """Of that, what an update reads and writes."""
+        return self.in_files_gb(choice) if self.is_trained else 0.0
 
     def read_update_s(self, choice: StateChoice) -> float:
         """Reading from files what an update changes."""

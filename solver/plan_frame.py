@@ -11,6 +11,7 @@ from lazysched.optimizer_state import state_bytes
 from lazysched.schemas import BYTES_PER_ELEMENT, Plan, Profile, Stage, Tier, variant_key
 from lazysched.solver.simulate import simulate_plan
 from lazysched.timeline import LINK_ENGINES, intervals_by_step
+from lazysched.trainable import first_trained
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -77,12 +78,15 @@ def equal_runs(decisions: pd.DataFrame) -> pd.DataFrame:
 
 
 def _with_inputs(plan: Plan, profile: Profile) -> Iterator[tuple[Stage, bool]]:
-    """Stages in forward order, and whether each keeps its input: of a segment only the first block does."""
-    remaining = 0
-    for stage in profile.stages:
+    """Stages in forward order, and whether each keeps its input: of a segment only the first block does.
+
+    Blocks before anything is trained do not.
+    """
+    remaining, trained = 0, first_trained(profile.stages)
+    for place, stage in enumerate(profile.stages):
         first = stage.is_block and remaining == 0
         remaining = (plan.stages[stage.id].segment if first else remaining) - stage.is_block
-        yield stage, first
+        yield stage, first and place >= trained
 
 
 def _sizes(plan: Plan, stage: Stage) -> dict[str, int]:

@@ -64,6 +64,7 @@ def make_plan(instance: Instance, choices: Choices, *, budget_bytes: Mapping[Tie
         compute_dtype=profile.compute_dtype,
         attention=profile.attention,
         packing=profile.packing,
+        trainable=profile.trainable,
         argument_bytes=profile.argument_bytes.get(candidate.micro_batch, 0),
         context_bytes=profile.context_bytes,
         batch_size=candidate.micro_batch * candidate.accumulation,

@@ -186,15 +186,19 @@ def _combined(rule: Rule, instance: Instance, saves: list[list[int]], states: li
 
 
 def _saves(rule: Rule, instance: Instance) -> list[list[int]]:
-    """Save options of all blocks, one list per possibility."""
-    length = rule.length(instance.num_blocks)
-    per_tier = [[_by_variant(options, tier, length) for options in instance.saves] for tier in rule.tiers]
+    """Save options of all blocks, one list per possibility; blocks without a backward have one that saves nothing."""
+    blocks, before = instance.saves[instance.num_forward_only :], [0] * instance.num_forward_only
+    return [before + row for row in _saves_of(rule, blocks, rule.length(instance.num_blocks))] if blocks else [before]
+
+
+def _saves_of(rule: Rule, blocks: Sequence[Sequence[SaveOption]], length: int) -> list[list[int]]:
+    """The same for ``blocks`` that have a backward."""
+    per_tier = [[_by_variant(options, tier, length) for options in blocks] for tier in rule.tiers]
     available = [tier for tier in per_tier if all(tier)]
     if rule.saves == "one":
         return [row for tier in available for row in _shared_variants(tier)]
     chosen = [
-        [_extreme(options, own, rule.saves) for options, own in zip(instance.saves, tier, strict=True)]
-        for tier in available
+        [_extreme(options, own, rule.saves) for options, own in zip(blocks, tier, strict=True)] for tier in available
     ]
     return _shared_out(chosen) if len(chosen) > 1 else chosen
 

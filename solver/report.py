@@ -12,6 +12,7 @@ from lazysched.schemas import Plan, Profile, StagePlan, Tier
 from lazysched.solver.recipes import Recipe
 from lazysched.solver.simulate import Timeline
 from lazysched.solver.solution import Solution
+from lazysched.trainable import trained_share
 from lazysched.units import format_bytes, format_seconds
 
 
@@ -29,6 +30,8 @@ def print_solution(solution: Solution, profile: Profile, console: Console) -> No
     if plan.host_memory == "pageable" and profile.pin_limit_bytes is not None:
         limit = format_bytes(profile.pin_limit_bytes)
         console.print(f"host memory: pageable, because only {limit} can be page-locked", highlight=False)
+    if plan.trainable:
+        console.print(f"trained: {trained_share(profile.stages)}", highlight=False)
     console.print(_stages_table(plan))
     console.print(_prediction_table(plan, timeline, profile.pin_limit_bytes))
     console.print(_recipes_table(solution))

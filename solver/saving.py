@@ -14,6 +14,7 @@ from lazysched.schemas import SaveVariant, Stage, Tier
 from lazysched.solver.measured import measured_variants
 from lazysched.solver.options import SaveOption, block_plan, mean_option
 from lazysched.solver.pins import of_stage
+from lazysched.trainable import trained_part
 
 if TYPE_CHECKING:
     from lazysched.solver.instance import Instance
@@ -70,6 +71,8 @@ class Saving:
     def _of_length(self, block: int, length: int) -> list[_Kind]:
         """What the segment of that length which ``block`` is part of can save; nothing where there is none."""
         stages = self._instance.block_stages
+        if length > 1 and block < self._instance.num_forward_only:
+            return []
         begin = block - block % length
         segment = stages[begin : begin + length]
         if len(segment) < length or any(_differ(stage, segment[0]) for stage in segment):
@@ -89,7 +92,7 @@ class Saving:
         """Every variant in every tier of which no more leaves than may."""
         variants, limit = self._variants[stage.structure].values(), self._instance.candidate.offload_limit_bytes
         kinds = [_Kind(variant.name, "gpu", length, rest_stays=length > 1) for variant in variants]
-        for tier in self._instance.scope.saved:
+        for tier in self._instance.scope.saved if self._instance.has_backward(stage) else ():
             if tier == "gpu":
                 continue
             if length == 1:
@@ -112,7 +115,8 @@ class Saving:
     def _option(self, stage: Stage, kind: _Kind, place: int) -> SaveOption:
         key = (f"{stage.structure} {stage.weight_bytes}", kind, place)
         if key not in self._made:
-            self._made[key] = self._make(stage, kind, place)
+            is_live = self._instance.has_backward(stage)
+            self._made[key] = self._make(stage, kind, place) if is_live else self._forward_alone(stage, kind)
         return self._made[key]
 
     def _make(self, stage: Stage, kind: _Kind, place: int) -> SaveOption:
@@ -148,10 +152,19 @@ class Saving:
             segment_slot_gb=leaving / GB if length > 1 else 0.0,
         )
 
+    def _forward_alone(self, stage: Stage, kind: _Kind) -> SaveOption:
+        """Of a block without a backward: it keeps nothing."""
+        variant = self._variants[stage.structure][kind.variant]
+        return SaveOption(
+            variant, kind.tier, forward_s=variant.forward.seconds, backward_s=0.0, kept_gb=0.0, kept_input_gb=0.0,
+            offloaded_gb=0.0, save_s=0.0, fetch_s=0.0, working_gb=variant.working_forward_bytes / GB,
+        )  # fmt: skip
+
     def _add_s(self, stage: Stage) -> float:
         """Mean time per micro-batch to add a block's gradients up."""
         instance = self._instance
-        elements, count = stage.weight_bytes // instance.element_bytes, instance.candidate.accumulation
+        grads_bytes = trained_part(stage, instance.element_bytes).weight_bytes
+        elements, count = grads_bytes // instance.element_bytes, instance.candidate.accumulation
         each = [adding_bytes(elements, instance.element_bytes, m, count) for m in range(min(count, 2))]
         return (instance.link_s("gpu", each[0]) + (count - 1) * instance.link_s("gpu", each[-1])) / count
 

@@ -36,6 +36,7 @@ class Segments:
     """
 
     def __init__(self, replay: WindowReplay, batch: ChoiceBatch, streamed: Bools) -> None:
+        self._num_forward_only = replay.instance.num_forward_only
         self.length, self.place = _table(replay, "segment", batch), _table(replay, "place", batch)
         self.longest = int(self.length.max())
         is_last = self.place == self.length - 1
@@ -60,13 +61,18 @@ class Segments:
         end = np.take_along_axis(until, blocks - self.place + self.length, axis=0)
         first: Bools = streamed & (until[-1] - begin > num_slots)
         again: Bools = streamed & (self.place < self.length - 1) & (end - until[1:] >= num_slots)
+        first[: self._num_forward_only] = False
         return first, again
 
 
-def reloaded(streamed: Bools, num_slots: int) -> Bools:
-    """Which of the streamed blocks (L x N) are uploaded again for the backward; the last still lie in their slots."""
+def reloaded(streamed: Bools, num_slots: int, num_forward_only: int) -> Bools:
+    """Which of the streamed blocks (L x N) are uploaded again for the backward; the last still lie in their slots.
+
+    The first ``num_forward_only`` have none.
+    """
     after: Ints = np.cumsum(streamed[::-1], axis=0)[::-1] - streamed
     again: Bools = streamed & (after >= num_slots)
+    again[:num_forward_only] = False
     return again
 
 

@@ -37,7 +37,7 @@ class SegmentRows:
         self.num_slots = rows.depth + 1
         self.lengths = sorted({o.segment for options in rows.instance.saves for o in options} - {1})
         self.streams = [self.decisions.state(i, lambda c: 1.0, *STREAMED) for i in range(rows.num_blocks)]
-        self.load_s = [costs.load_s for costs in rows.instance.blocks]
+        self.load_s = [costs.reload_s for costs in rows.instance.blocks]
         for w in rows.backward_blocks:
             if not rows.held(w) or self._block(w) == rows.num_blocks - 1:
                 rows.load[w] = self.problem.add_variable(f"u_{w}", 0)

@@ -72,7 +72,8 @@ def simulate_plan(plan: Plan, profile: Profile | None = None, *, steps: int = 3)
         steps: at least 2; the last two are compared.
 
     Raises:
-        UsageError: there is no profile, it is of another model, or it has no figure for what the plan does.
+        UsageError: there is no profile, it is of another model or of other parameters trained, or it has no figure for
+            what the plan does.
     """
     measured = profile or plan.profile
     if measured is None:
@@ -81,6 +82,9 @@ def simulate_plan(plan: Plan, profile: Profile | None = None, *, steps: int = 3)
         raise UsageError(
             f"profile: model_id: measured with {measured.model_id}, the plan is for {plan.model_id}; name another"
         )
+    if set(measured.trainable) != set(plan.trainable):
+        theirs, ours = (", ".join(names) or "everything" for names in (measured.trainable, plan.trainable))
+        raise UsageError(f"profile: trainable: measured with {theirs} trained, the plan trains {ours}; name another")
     return simulate(lower(plan, measured.stages), measured, micro_batch=plan.micro_batch, steps=steps)
 
 

@@ -53,6 +53,10 @@ class TimeRows:
         self.windows = range(self.num_windows)
         self.forward_blocks = range(1, self.head)
         self.backward_blocks = range(self.head + 1, self.num_windows - 1)
+        self.turn = self.num_windows - 1 - instance.num_forward_only
+        """Window from which on no block computes: nothing before is trained."""
+        self.trained = [costs.is_trained for costs in (instance.embed, *instance.blocks, instance.head)]
+        """Per forward window, whether its stage has a gradient."""
         self.comp = [self._compute_s(w) + self._early_gpu_update_s(w) for w in self.windows]
         self.recompute = [self.m * self.of_saving(w, self.backward_blocks, "recompute_s") for w in self.windows]
         self.waiting = self._waiting_at_turn()
@@ -139,8 +143,8 @@ class TimeRows:
             return self.decisions.state(block, lambda c: c.load_s, *ON_HOST)
         if self.held(window):
             return _ZERO
-        load_s = self.instance.blocks[block].load_s
-        return self.decisions.state(block, lambda c: c.load_s, *STREAMED) - load_s * self.waiting.get(block, 0)
+        reload_s = self.instance.blocks[block].reload_s
+        return self.decisions.state(block, lambda c: c.reload_s, *STREAMED) - reload_s * self.waiting.get(block, 0)
 
     def held(self, window: int) -> bool:
         """Whether the window is the backward of a block that, at the turn, still lies in its slot if it streams."""
@@ -157,9 +161,9 @@ class TimeRows:
         if self.instance.has_segments or first < 1:
             return {}
         streams = [self.decisions.state(i, lambda c: 1.0, *STREAMED) for i in range(self.num_blocks)]
-        waiting = {i: self.problem.add_variable(f"wt_{i}", 0, 1) for i in range(first)}
+        waiting = {i: self.problem.add_variable(f"wt_{i}", 0, 1) for i in range(self.instance.num_forward_only, first)}
         again: Expression = _ZERO  # 1 if a block after this one is uploaded again
-        for i in reversed(range(first)):
+        for i in reversed(waiting):
             self.problem += waiting[i] <= streams[i]
             self.problem += waiting[i] <= 1 - again
             later, again = again, self.problem.add_variable(f"ua_{i}", 0)
@@ -213,7 +217,7 @@ class TimeRows:
     def _upload_rows(self) -> None:
         """Slots are free once the stage that streamed through them p + 1 streamed stages before has computed."""
         for w in self.windows[self.depth + 1 :]:
-            if self.block(w) is None or self.held(w):
+            if self.block(w) is None or self.held(w) or w >= self.turn:
                 continue
             gate = w - self.depth - 1
             between = [self.block(k) for k in range(gate, w + 1)]
@@ -248,6 +252,15 @@ class TimeRows:
                 idle = self._stays(w) + self.ends_segment(w)
                 self._fetch_slots.use(w, self._micro_batch_end(w, place.back), idle)
             end += self.again[w]
+        if not all(self.trained):  # else uploads of the next step wait for updates, and those for all of this
+            self.problem += self.tx[0] + self.period >= end
+            self.problem += self.tx[0] + self.period >= self._batch_read_end()
+
+    def _batch_read_end(self) -> Expression:
+        """When the step is done with its batch: the next one's, which comes before all uploads, takes its place."""
+        last, instance = (self.num_windows - 1 if self.trained[0] else self.head), self.instance
+        variant = instance.embed_variant if self.trained[0] else instance.head_variant
+        return self.tc[last] + self.m * variant.backward.seconds
 
     def _first_fetches(self, window: int, first: int, before: Expression) -> Expression:
         """The fetches of a window that may run before it computes; returns their end."""
@@ -334,7 +347,7 @@ class TimeRows:
             end = self.ty[w] + self.grads[w]
             self.problem += self.ty[w] >= self._compute_end(w)
             self.problem += (self.ty[w + 1] if w + 1 < self.num_windows else self.te) >= end
-            if w in self.backward_blocks:
+            if w in self.backward_blocks and self.trained[self.num_windows - 1 - w]:
                 idle = self._of_gradient(w, lambda c: 1.0, gpu=True)
                 if slots.free is not None:
                     # With accumulation only the rounding at the end of the window needs the slot.
@@ -356,7 +369,8 @@ class TimeRows:
                 own += self.instance.copy_slowdown * (self.load[w - 1] + self.m * self.save[w - 1])
             updated = self.problem.add_variable(f"cc_{w}", 0)
             self.problem += updated >= before + own
-            self.problem += self.tx[w] + self.period >= self.te + updated
+            if self.trained[w]:
+                self.problem += self.tx[w] + self.period >= self.te + updated
             self.updates.append((updated, own))
             before = updated
         self.problem += self.period >= before
@@ -370,10 +384,11 @@ class TimeRows:
             own += self.instance.copy_slowdown * copied
             updated = self.problem.add_variable(f"cc_{w}", 0)
             self.problem += updated >= before + own
-            self.problem += updated >= self.ty[w] + self.grads[w] + own
-            # A stage that the GPU updates waits for none of this.
-            free = self.longest_step_s() * self._of_gradient(w, lambda c: 1.0, gpu=True)
-            self.problem += self.tx[self.num_windows - 1 - w] + self.period >= updated - free
+            if self.trained[self.num_windows - 1 - w]:
+                self.problem += updated >= self.ty[w] + self.grads[w] + own
+                # A stage that the GPU updates waits for none of this.
+                free = self.longest_step_s() * self._of_gradient(w, lambda c: 1.0, gpu=True)
+                self.problem += self.tx[self.num_windows - 1 - w] + self.period >= updated - free
             self.updates.append((updated, own))
             before, total = updated, total + own
         self.problem += self.period >= total

@@ -78,19 +78,20 @@ class WindowReplay:
 
     def traffic_gb(self, batch: ChoiceBatch) -> Floats:
         """N: what a step moves over all links; of tokens and what a step reports nothing."""
-        weight = self.stage_row("weight_gb")
+        weight, grads = self.stage_row("weight_gb"), self.stage_row("grads_gb")
         again = self.backward_uploads(batch)
-        own = ((batch.states != GPU) * 2 + again) * weight
-        ends = sum(self.ends("weight_gb", batch, gpu=False), np.zeros(len(batch.vocabulary)))
+        own = (batch.states != GPU) * (weight + grads) + again * weight
+        moved = (*self.ends("weight_gb", batch, gpu=False), *self.ends("grads_gb", batch, gpu=False))
+        ends = sum(moved, np.zeros(len(batch.vocabulary)))
         saved = 2 * self.m * self.option_table("offloaded_gb", batch)
-        total: Floats = (own + saved).sum(1) + 2 * ends
+        total: Floats = (own + saved).sum(1) + ends
         return total + self._file_traffic_gb(batch, again) if self.instance.uses_files else total
 
     def backward_uploads(self, batch: ChoiceBatch) -> Ints:
         """N x L: how often a block that streams is uploaded in the backward."""
         streamed = np.isin(batch.states, ANY_STREAMED).T
         if not self.instance.has_segments:
-            return reloaded(streamed, self.slots).T.astype(np.int64)
+            return reloaded(streamed, self.slots, self.instance.num_forward_only).T.astype(np.int64)
         return Segments(self, batch, streamed).uploads.T
 
     def whole(self, batch: ChoiceBatch) -> Bools:
@@ -120,11 +121,11 @@ class WindowReplay:
     def memory(self, batch: ChoiceBatch) -> Memory:
         """Peaks as the memory rows have them."""
         instance, m = self.instance, self.m
-        weight = self.stage_row("weight_gb")
+        weight, grads = self.stage_row("weight_gb"), self.stage_row("grads_gb")
         on_gpu, streamed = batch.states == GPU, np.isin(batch.states, ANY_STREAMED)
         base = instance.gpu_constant_gb + self.state_table("on_gpu_gb", batch).sum(1)
         base = base + self.vocabulary_row("gpu_gb", batch) + self.vocabulary_row("grads_slot_gb", batch)
-        base = base + self.slots * (streamed * weight).max(1) + (self.lag + 1) * (~on_gpu * weight).max(1)
+        base = base + self.slots * (streamed * weight).max(1) + (self.lag + 1) * (~on_gpu * grads).max(1)
         base = base + (self.slots + self.lag + 1) * instance.moving_slot_gb
         inputs = self.option_table("kept_input_gb", batch)
         waiting = np.cumsum(inputs, axis=1) + self.option_table("inner_inputs_gb", batch)
@@ -158,7 +159,7 @@ class WindowReplay:
         weights = ((batch.states == NVME) * self.stage_row("weight_gb")).max(1)
         saved = self.option_table("nvme_gb", batch).max(1)
         staging = (self.slots + 1) * weights + (self.slots + self.lag + 3) * saved
-        records = np.maximum(self.state_table("in_files_gb", batch).max(1), self.vocabulary_row("record_gb", batch))
+        records = np.maximum(self.state_table("record_gb", batch).max(1), self.vocabulary_row("record_gb", batch))
         return staging, STATE_SLOTS * records
 
 

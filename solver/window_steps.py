@@ -26,6 +26,8 @@ class Steps:
         self._durations(replay, batch)
         zero: Floats = np.zeros(num)
         self.compute_s = self.h2d_s = self.d2h_s = self.cpu_s = zero
+        self.batch_read_s = zero
+        """When the last step was done with its batch: uploads of the next one come after its batch."""
         self.waits_for_norm = replay.instance.update.waits_for_norm
         self.files = FileEngines(replay, batch) if replay.instance.uses_files else None
         self.done = self.updated
@@ -48,6 +50,11 @@ class Steps:
         self.early: Bools = table("leaves_early", batch) > 0
         states = np.ascontiguousarray(batch.states.T)
         self.on_host: Bools = states != GPU
+        instance = replay.instance
+        stages = [instance.embed, *instance.blocks, instance.head]
+        self.trained = [costs.is_trained for costs in stages]
+        """Per forward window."""
+        self.sends: Bools = self.on_host & np.array(self.trained[1:-1])[:, None]
         self.streamed: Bools = np.isin(states, ANY_STREAMED)
         self.load: Floats = self.on_host * replay.stage_row("load_s")[:, None]
         self.grads: Floats = self.on_host * replay.stage_row("grads_s")[:, None]
@@ -62,7 +69,11 @@ class Steps:
         updates = ~self.on_host * replay.stage_row("gpu_update_s")[:, None]
         self.gpu_updates: list[Floats] = [embed_update, *updates, head_update]
         self.segments = Segments(replay, batch, self.streamed) if replay.instance.has_segments else None
-        self.reload = reloaded(self.streamed, self.slots) if self.segments is None else self.segments.own_upload
+        self.reload = (
+            reloaded(self.streamed, self.slots, replay.instance.num_forward_only)
+            if self.segments is None
+            else self.segments.own_upload
+        )
         if self.segments is not None:
             self.backward = self.backward - self.segments.recompute
         uploads = self.reload if self.segments is None else self.segments.uploads
@@ -87,6 +98,7 @@ class Steps:
     def _step(self) -> Floats:
         instance = self.replay.instance
         done, self.done = self.done, list(self.done)
+        self.h2d_s = np.maximum(self.h2d_s, self.batch_read_s)
         self._upload(self.embed_load, done[0], window=0)
         self.begun_s = self._ready() + instance.embed_forward_s
         """When the last window's first micro-batch had computed."""
@@ -97,13 +109,15 @@ class Steps:
             self._upload(self.load[i], done[i + 1], gated=self.streamed[i], window=i + 1)
             self._forward(i)
         self._upload(self.head_load, done[-1], window=self.num_blocks + 1)
-        self.compute_s = self._ready() + instance.head_s
+        self.compute_s = self.batch_read_s = self._ready() + instance.head_s
         self.d2h_s = np.maximum(self.d2h_s, self.compute_s) + self.head_grads
         self._update_early(self.num_blocks + 1)
         rest: Floats = np.zeros_like(self.compute_s)
-        for i in reversed(range(self.num_blocks)):
+        for i in reversed(range(instance.num_forward_only, self.num_blocks)):
             rest = self._backward(i, rest)
         self.compute_s = self.compute_s + instance.embed_backward_s
+        if self.trained[0]:
+            self.batch_read_s = self.compute_s
         self.d2h_s = np.maximum(self.d2h_s, self.compute_s) + self.embed_grads
         self._update_early(0)
         if self.waits_for_norm:
@@ -114,15 +128,19 @@ class Steps:
     def _update_all(self) -> None:
         """All updates, in forward order, after the norm."""
         if self.files is None:
-            self.done = [self.d2h_s + updated for updated in self.updated]
+            ends = [self.d2h_s + updated for updated in self.updated]
+            self.done = [end if is_trained else 0 * end for end, is_trained in zip(ends, self.trained, strict=True)]
             return
         end_s = self.d2h_s
         for window, own_s in enumerate(self.slowed_updates):
-            end_s = self.done[window] = self.files.update(window, end_s, own_s)
+            end_s = self.files.update(window, end_s, own_s)
+            self.done[window] = end_s if self.trained[window] else 0 * end_s
 
     def _update_early(self, window: int) -> None:
         """Update the stage of a forward window now that its gradient has arrived, unless updates wait for the norm."""
-        if not self.waits_for_norm:
+        if not self.trained[window]:  # its copies slow down the updates of others
+            self.cpu_s = self.cpu_s + (0.0 if self.waits_for_norm else self.early_updates[window])
+        elif not self.waits_for_norm:
             self.compute_s = self.compute_s + self.gpu_updates[window]
             start_s, own_s = np.maximum(self.cpu_s, self.d2h_s), self.early_updates[window]
             self.cpu_s = start_s + own_s if self.files is None else self.files.update(window, start_s, own_s)
@@ -189,19 +207,19 @@ class Steps:
         if self.segments is not None:
             start = start + self.segments.last_again_s[i]
         if m == 1:
-            start = np.where(self.on_host[i], np.maximum(start, self.grad_slots[0]), start)
+            start = np.where(self.sends[i], np.maximum(start, self.grad_slots[0]), start)
         end = start + m * one_s
         num_first = min(self.slots, m)
         left_s = (m - num_first) * fetch_s
         end = np.where(moves, np.maximum(end, fetched_all + left_s + one_s), end)
         hand_on(self.fetch_slots, moves, [end - k * one_s for k in range(min(m, self.slots) - 1, -1, -1)])
         if m > 1:
-            end = np.where(self.on_host[i], np.maximum(end, self.grad_slots[0]), end)
+            end = np.where(self.sends[i], np.maximum(end, self.grad_slots[0]), end)
         self.compute_s = end + self.norm[i]
         hand_on(self.weight_slots, self.streamed[i], [self.compute_s])
         sent = np.maximum(self.d2h_s, self.compute_s) + self.grads[i]
-        self.d2h_s = np.where(self.on_host[i], sent, self.d2h_s)
-        hand_on(self.grad_slots, self.on_host[i], [sent])
+        self.d2h_s = np.where(self.sends[i], sent, self.d2h_s)
+        hand_on(self.grad_slots, self.sends[i], [sent])
         self._update_early(i + 1)
         still_s: Floats = left_s * self.returns[i]
         return still_s

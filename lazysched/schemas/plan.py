@@ -120,6 +120,9 @@ class Plan(Document):
     """Whether a row holds several samples, which do not see each other."""
     argument_bytes: int = Field(default=0, ge=0)
     """GPU bytes of masks and position tables of a packed micro-batch; 0 without packing."""
+    trainable: list[str] = Field(default_factory=list)
+    """Regular expressions, of the profile: parameters in whose name one is found are trained, the others are frozen;
+    none: all are trained."""
     prefetch_depth: int = Field(default=1, ge=1)
     """How many stages ahead weights and saved tensors are fetched."""
     d2h_lag: int = Field(default=1, ge=0)

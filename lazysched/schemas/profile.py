@@ -163,6 +163,8 @@ class Profile(Document):
     """Kernel of torch's attention that was fastest; all variants run with it."""
     packing: bool = False
     """Whether blocks were measured with rows of several samples, which do not see each other."""
+    trainable: list[str] = Field(default_factory=list)
+    """Regular expressions: parameters in whose name one is found are trained, ``stages`` says which; none: all."""
     argument_bytes: dict[Annotated[int, Field(ge=1)], Annotated[int, Field(ge=1)]] = Field(default_factory=dict)
     """Micro-batch -> GPU bytes of the masks and position tables of its packed rows; empty without packing."""
     estimated: bool = False

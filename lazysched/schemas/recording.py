@@ -47,6 +47,8 @@ class Recording(Document):
     """Tokens whose logits exist at once in the head."""
     packing: bool = False
     """Whether rows held several samples."""
+    trainable: list[str] = Field(default_factory=list)
+    """Patterns of the parameters that were trained; none: all."""
     both_ways: bool
     """Whether host and GPU copied both ways at once."""
     steps: list[int]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,17 +42,18 @@ class SmallRun:
 
     def plan(
         self, tier: Tier = "host", state_format: StateFormat = "hybrid8", dtype: Dtype = "bfloat16",
-        accumulation: int = 2, blocks: Tier | None = None, device: str = "cpu",
+        accumulation: int = 2, blocks: Tier | None = None, device: str = "cpu", trainable: Sequence[str] = (),
     ) -> Plan:  # fmt: skip
         """Everything on ``tier`` but blocks on ``blocks``; most matrices above 600 elements have 8-bit state."""
         config, where = AutoConfig.from_pretrained(self.model), torch.device(device)
-        model = Model(config, dtype, where, micro_batch=MICRO_BATCH, seq_len=SEQ_LEN)
+        model = Model(config, dtype, where, micro_batch=MICRO_BATCH, seq_len=SEQ_LEN, trainable=trainable)
         end = StagePlan(weights=tier, state=tier, state_format=state_format)
         block = StagePlan(weights=blocks or tier, state=blocks or tier, state_format=state_format, save="input")
         return Plan(
             model_id=model.model_id, hardware_id="any", compute_dtype=dtype, batch_size=MICRO_BATCH * accumulation,
             seq_len=SEQ_LEN, micro_batch=MICRO_BATCH, accumulation=accumulation, loss_chunk_tokens=16,
             variants=variants_of(model, MICRO_BATCH, SEQ_LEN), budget_bytes={},
+            trainable=list(trainable),
             stages={s.id: block if s.is_block else end for s in model.stages}, fp32_state_elements=600,
         )  # fmt: skip
 

@@ -32,10 +32,23 @@ def model(num_blocks: int, tied: bool, structures: str = "") -> list[Stage]:
 
 
 @st.composite
+def partly_frozen(draw: st.DrawFn, stages: list[Stage]) -> list[Stage]:
+    """The same with some parameters frozen, of all of the first stages as often as not."""
+    frozen = draw(st.integers(0, len(stages) - 1))
+    marks = [False] * frozen + [draw(st.sampled_from([True, False, "some"])) for _ in stages[frozen:]]
+    if not any(marks):
+        marks[-1] = True
+    trained = [tuple(stage.params)[:1] if mark == "some" else mark for stage, mark in zip(stages, marks, strict=True)]
+    return [stage.model_copy(update={"trainable": mark}) for stage, mark in zip(stages, trained, strict=True)]
+
+
+@st.composite
 def cases(draw: st.DrawFn, executable: bool = False) -> Case:
     """Any plan that is consistent, or, if wanted, that the runtime executes."""
     structures = draw(st.text("BC" if draw(st.booleans()) else "B", min_size=1, max_size=6))
     stages = model(len(structures), draw(st.booleans()), structures)
+    if draw(st.booleans()):
+        stages = draw(partly_frozen(stages))
     plan = draw(
         plans(
             stages, VARIANTS, micro_batch=2, accumulation=draw(st.integers(1, 3)), seq_len=8,

@@ -26,6 +26,8 @@ class Replay:
     def __init__(self, program: Program, plan: Plan, stages: Sequence[Stage]) -> None:
         self.program, self.plan, self.stages = program, plan, stages
         self.place = {stage.id: index for index, stage in enumerate(stages)}
+        self.trained = {stage.id: stage.is_trained for stage in stages}
+        self.first = next(index for index, stage in enumerate(stages) if stage.is_trained)
         self.tied = stages[-1].shares is not None
         self.step = 0
         self.holds: dict[str, set[Fact]] = {"host/batch": set()}
@@ -33,7 +35,8 @@ class Replay:
             choice = plan.stages[stage.id]
             home = "nvme" if choice.weights == "nvme" else "gpu" if choice.state == "gpu" else "host"
             self.holds[f"{home}/weights/{stage.id}"] = {("weights", stage.id, 0)}
-            self.holds[f"{choice.state}/state/{stage.id}"] = {("state", stage.id, 0)}
+            if stage.is_trained:
+                self.holds[f"{choice.state}/state/{stage.id}"] = {("state", stage.id, 0)}
 
     def run(self, steps: int) -> None:
         for self.step in range(steps):
@@ -45,8 +48,10 @@ class Replay:
         for stage in self.stages:  # what a step leaves behind is in the stage's own store
             choice = self.plan.stages[stage.id]
             home = "nvme" if choice.weights == "nvme" else "gpu" if choice.state == "gpu" else "host"
-            assert self.holds[f"{home}/weights/{stage.id}"] == {("weights", stage.id, steps)}
-            assert self.holds[f"{choice.state}/state/{stage.id}"] == {("state", stage.id, steps)}
+            updates = steps if stage.is_trained else 0
+            assert self.holds[f"{home}/weights/{stage.id}"] == {("weights", stage.id, updates)}
+            if stage.is_trained:
+                assert self.holds[f"{choice.state}/state/{stage.id}"] == {("state", stage.id, steps)}
 
     def _found(self, buffers: Iterable[str]) -> set[Fact]:
         return {fact for buffer in buffers for fact in self.holds[buffer]}
@@ -61,7 +66,8 @@ class Replay:
         self.holds[target] = set(facts)
 
     def _now(self, kind: str, stage: str) -> Fact:
-        return (kind, stage, self.step)
+        """Of a frozen stage the weights are always the first."""
+        return (kind, stage, self.step if kind != "weights" or self.trained[stage] else 0)
 
     def _hidden(self, place: int, op: Op) -> Fact:
         return ("hidden", place, op.micro_batch, self.step)
@@ -128,13 +134,15 @@ class Replay:
         self._need(op, *weights, self._hidden(place, op), ("batch", self.step))
         self._leave(op, "hidden", self._grad(place, op))
         self.holds["gpu/loss"] = {("loss", self.step)}
-        own = "head" if self.tied else "vocabulary"
-        for target in [f"gpu/accumulator/{own}", *(["gpu/accumulator/shared"] if self.tied else [])]:
-            assert target in op.writes
+        own = ["gpu/accumulator/head" if self.tied else "gpu/accumulator/vocabulary"] if self.trained["head"] else []
+        shared = ["gpu/accumulator/shared"] if self.tied and self.trained["embed"] else []
+        assert {*own, *shared} == {buffer for buffer in op.writes if buffer.startswith("gpu/accumulator/")}
+        for target in [*own, *shared]:
             self._add(op, target, "shared" if target.endswith("shared") else "head")
 
     def _backward(self, op: Op) -> None:
         stage, place = op.stage or "", self.place[op.stage or ""]
+        assert place >= self.first, f"{op.id}: nothing is trained there or before"
         self._need(op, self._grad(place + 1, op))
         if place:
             self._need(op, self._now("weights", stage), self._hidden(place, op))
@@ -142,7 +150,10 @@ class Replay:
             self._leave(op, "hidden", self._grad(place, op))
         else:
             self._need(op, ("batch", self.step))
-        self._add(op, op.writes[-1], stage)
+        if self.trained[stage]:
+            self._add(op, op.writes[-1], stage)
+        else:
+            assert len(op.writes) == 1
 
     def _add(self, op: Op, target: str, stage: str) -> None:
         m = op.micro_batch
@@ -157,6 +168,7 @@ class Replay:
         assert self.holds[op.writes[0]] == {self._whole("embed")}
 
     def _norm(self, op: Op) -> None:
+        assert self.trained[op.stage or ""]
         self._need(op, self._whole(op.stage or ""))
         self.holds.setdefault("gpu/norms", set())
         self.holds[op.writes[-1] if len(op.writes) > 1 else op.reads[0]] = {self._whole(op.stage or "")}

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from hypothesis import strategies as st
 
 from lazysched.schemas import Plan, SaveVariant, Stage, StagePlan, StateFormat, Tier, Timing, Update, variant_key
+from lazysched.trainable import first_trained
 
 NOT_TIMED = Timing(median_s=None, reason="synthetic")
 
@@ -97,8 +98,12 @@ def plans(
     }
     tiers: Sequence[Tier] = ("gpu", "host") if executable else ("gpu", "host", "nvme")
     choices = {stage.id: draw(stage_choices(stage, of[stage.structure], formats, tiers)) for stage in stages}
+    first = first_trained(stages)
+    for stage in stages[1:-1][: max(0, first - 1)]:  # no backward, so that nothing is kept for one
+        kept = {"save": "input", "saved_tiers": {}, "input_tier": "gpu"}
+        choices[stage.id] = choices[stage.id].model_copy(update=kept)
     if not executable:
-        choices = draw(segmented(choices, stages[1:-1]))
+        choices = draw(segmented(choices, stages[max(1, first) : -1]))
     check_finite = True if clip_norm is not None else draw(st.booleans())
     return Plan.model_validate(
         {

@@ -93,6 +93,23 @@ def test_a_missing_reporter_is_refused_before_a_plan_is_made(
     assert not run
 
 
+@pytest.mark.parametrize(
+    "text", ["trainable: lm_head", "trainable: [lm_head]", "unfrozen_parameters:\n  - lm_head\n  - lm_head"]
+)
+def test_what_is_trained_is_checked_against_the_plan(run: Calls, capsys: pytest.CaptureFixture[str], text: str) -> None:
+    Path("c.yaml").write_text(f"{SETTINGS}{text}\n", encoding="utf-8")
+    assert "trainable: lm_head" in refused(capsys, ["train", "c.yaml"])
+    Plan.load("plan.json").model_copy(update={"trainable": ["lm_head"]}).save("plan.json")
+    assert main(["train", "c.yaml"]) == 0
+    assert "trained: lm_head" in capsys.readouterr().out
+    assert "trainable" not in run
+
+
+def test_an_empty_list_would_train_nothing(run: Calls, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("c.yaml").write_text(f"{SETTINGS}trainable: []\n", encoding="utf-8")
+    assert "trainable: no pattern, so that nothing would be trained" in refused(capsys, ["train", "c.yaml"])
+
+
 def test_transformers_say_true_for_the_newest_checkpoint(run: Calls) -> None:
     Path("c.yaml").write_text(SETTINGS + "resume_from_checkpoint: true\n", encoding="utf-8")
     assert main(["train", "c.yaml"]) == 0
@@ -113,6 +130,7 @@ def test_transformers_say_true_for_the_newest_checkpoint(run: Calls) -> None:
         ("eval_data: [a, b]", "c.yaml: eval_data: is a list: Input should be a valid string"),
         ("report_to: all", "c.yaml: report_to: is 'all': name those you want of tensorboard, wandb, trackio"),
         ("report_to: mlflow", "c.yaml: report_to.0: is 'mlflow': Input should be 'tensorboard', 'wandb' or 'trackio'"),
+        ("trainable: 3", "c.yaml: trainable: is 3: Input should be a valid list"),
         ("- a\n- b", "c.yaml: holds no settings; write lines as learning_rate: 1e-5"),
         ("a: [", "c.yaml: not valid YAML"),
     ],
@@ -151,6 +169,8 @@ def test_what_is_needed_is_named(run: Calls, capsys: pytest.CaptureFixture[str],
         (["--max-length", "9"], "max_length: 9, the plan has 8; profile and solve for it"),
         (["--packing"], "packing: True, the plan has False"),
         (["--bf16"], "bf16: True, the plan has False"),
+        (["--trainable", "norm"], "trainable: norm, the plan trains everything; profile and solve for it"),
+        (["--trainable", "["], "trainable: '[' is no regular expression"),
         (["--gpu-memory", "4GB"], "gpu_memory: 4GB, the plan has its own; solve for it, or leave it out"),
     ],
 )

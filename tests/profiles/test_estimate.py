@@ -201,3 +201,30 @@ def test_what_cannot_be_estimated_is_one_line(
 ) -> None:
     with pytest.raises(UsageError, match=message):
         estimate(h200(**changes), of(SHAPE_7B), **arguments)
+
+
+def test_what_is_frozen_has_no_gradients_in_an_estimate() -> None:
+    whole = estimate(h200(), of(SHAPE_7B), micro_batches=[8])
+    last = estimate(h200(), of(SHAPE_7B), micro_batches=[8], trainable=["layers.27.", "lm_head"])
+    assert last.trainable == ["layers.27.", "lm_head"]
+    assert (last.model_id, len(last.stages)) == (whole.model_id, len(whole.stages))
+    [forward] = last.variants["Qwen2DecoderLayer-forward"][8]
+    assert (forward.name, list(forward.saved), forward.backward.median_s) == ("input", ["input"], 0.0)
+    assert last.variants["Qwen2DecoderLayer"] == whole.variants["Qwen2DecoderLayer"]
+    assert last.variants["head"] == whole.variants["head"]
+    assert last.variants["embed"][8][0].backward.median_s == 0.0
+    trained = sum(stage.num_trained for stage in last.stages)
+    assert trained == whole.stages[1].num_params + 152064 * 3584
+
+
+def test_products_for_frozen_matrices_are_left_out_of_an_estimate() -> None:
+    whole, mlp = (estimate(h200(), of(SHAPE_7B), micro_batches=[8], trainable=t) for t in (None, [r"\.mlp\."]))
+    ours, all_s = (
+        next(iter(p.variants[name][8])).backward.seconds
+        for p, name in ((mlp, "Qwen2DecoderLayer-part0"), (whole, "Qwen2DecoderLayer"))
+    )
+    # The attention's matrices are 29 of 233 M parameters, whose gradients take 2 operations a token and parameter.
+    left_out_s = 2 * 8 * 1024 * 29.4e6 / (h200().matmul_flop_per_s.value or 0)
+    assert all_s - ours == pytest.approx(left_out_s, rel=0.05)
+    head, whole_head = (p.variants["head"][8][0].backward.seconds for p in (mlp, whole))
+    assert head < whole_head

@@ -14,6 +14,7 @@ from lazysched.runtime.hybrid8_backends import prepare
 class ReferenceLoop:
     """Trains ``model`` in place with the micro-batching, loss chunks and sums of a plan.
 
+    Parameters that require no gradient are frozen.
     Gradients of the output embedding are summed over chunks and micro-batches by themselves; a tied embedding adds
     that sum to its own at the end.
     """
@@ -34,6 +35,7 @@ class ReferenceLoop:
         """Leave the step's gradients in ``.grad`` and return the loss."""
         scale, loss = 1.0 / max(batch.num_trained_tokens, 1), torch.zeros(())
         head = self.model.get_output_embeddings()
+        wants_head = head.weight.requires_grad
         head_sum: torch.Tensor | None = None
         self.optimizer.zero_grad(set_to_none=True)
         rows = zip(batch.input_ids.split(self.micro_batch), batch.targets.split(self.micro_batch), strict=True)
@@ -48,13 +50,16 @@ class ReferenceLoop:
             ):
                 part = part.clone().requires_grad_()
                 chunk_loss = F.cross_entropy(self._logits(part), target, ignore_index=-100, reduction="sum") * scale
-                part_grad, weight_grad = torch.autograd.grad(chunk_loss, [part, head.weight])
-                head_sum = weight_grad if head_sum is None else head_sum + weight_grad
+                part_grad, *found = torch.autograd.grad(chunk_loss, [part, *([head.weight] if wants_head else [])])
+                for weight_grad in found:
+                    head_sum = weight_grad if head_sum is None else head_sum + weight_grad
                 parts.append(part_grad)
                 micro_loss = micro_loss + chunk_loss.detach()
             loss = micro_loss if index == 0 else loss + micro_loss
-            hidden.backward(torch.cat(parts).view_as(hidden))
-        assert head_sum is not None
+            if hidden.requires_grad:
+                hidden.backward(torch.cat(parts).view_as(hidden))
+        if head_sum is None:
+            return float(loss)
         head.weight.grad = head_sum if head.weight.grad is None else head.weight.grad + head_sum
         return float(loss)
 
@@ -91,7 +96,7 @@ class Hybrid8Loop(ReferenceLoop):
 
     def step(self, batch: Batch, learning_rate: float) -> tuple[float, float]:
         loss = self.gradients(batch)
-        norm = torch.nn.utils.get_total_norm([p.grad for p in self.params])
+        norm = torch.nn.utils.get_total_norm([p.grad for p in self.params if p.grad is not None])
         limit = self.max_grad_norm if self.max_grad_norm is not None else float("inf")
         self.num_updates += 1
         vector = coefficients(
@@ -99,7 +104,8 @@ class Hybrid8Loop(ReferenceLoop):
             learning_rate=learning_rate, beta1=0.9, beta2=0.999, epsilon=1e-8, weight_decay=self.weight_decay,
         )  # fmt: skip
         for param, state, update in zip(self.params, self.states, self.updates, strict=True):
-            assert param.grad is not None
+            if param.grad is None:  # frozen
+                continue
             state.grad.copy_(param.grad.view(-1))
             update.update(vector)
         return loss, float(norm)

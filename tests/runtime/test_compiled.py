@@ -47,12 +47,13 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
 
 _trace, _split = Model.joint_graph, graphs.JointGraph.split
-_traced: dict[tuple[str, str, bool], graphs.JointGraph] = {}
+_traced: dict[tuple[object, ...], graphs.JointGraph] = {}
 
 
 def joint_graph(model: Model, stage: Stage) -> graphs.JointGraph:
     """Traced once for all models of one architecture, and split once at each budget: both take a second."""
-    key = (model.model_id, stage.structure, model.argument_bytes > 0)
+    trained = tuple(name in stage.trained_params for name in stage.params)
+    key = (model.model_id, stage.structure, model.argument_bytes > 0, trained)
     if key not in _traced:
         _traced[key] = _trace(model, stage)
         _traced[key].split = cache(partial(_split, _traced[key]))  # type: ignore[method-assign]

@@ -17,6 +17,7 @@ from lazysched.runtime.recorder import Work
 from lazysched.runtime.session import Session
 from lazysched.runtime.stage_updates import AdamWSettings
 from lazysched.schemas import Op, Plan, Profile, Program, StagePlan, Tier, variant_key
+from lazysched.trainable import first_trained
 from tests.runtime.tiny import llama, uneven_batch
 
 CPU = torch.device("cpu")
@@ -29,7 +30,14 @@ HOST_TENSORS_BYTES = 2 * (2 * 8 * MICRO_BATCH * ACCUMULATION * SEQ_LEN) + 2048
 """On a CPU the batch, its stacked copy and what the step reports are seen too."""
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["uncompiled", "interpreted"])
+FROZEN = ["layers.2.", "layers.3.mlp", "lm_head"]
+"""Trained alone: all of one block, some of the next, and of the head the matrix."""
+
+
+@pytest.fixture(
+    scope="module", params=[(False, None), (True, None), (False, FROZEN), (True, FROZEN)],
+    ids=["uncompiled", "interpreted", "uncompiled, some frozen", "interpreted, some frozen"],
+)  # fmt: skip
 def measured(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Profile:
     folder = tmp_path_factory.mktemp("model")
     CONFIG.save_pretrained(folder)
@@ -37,7 +45,7 @@ def measured(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
         patch.setattr(graphs, "compile_graph", graphs.interpret_graph)
         return profile(
             str(folder), device="cpu", seq_len=SEQ_LEN, micro_batches=[MICRO_BATCH], loss_chunk_tokens=64, repeats=1,
-            compiled=request.param,
+            compiled=request.param[0], trainable=request.param[1],
         )  # fmt: skip
 
 
@@ -45,17 +53,19 @@ def make_plan(measured: Profile, tiers: tuple[Tier, ...]) -> Plan:
     """Every variant in turn, what it saves in ``tiers``."""
     variants = {variant_key(s, v.name): v for s, sizes in measured.variants.items() for v in sizes[MICRO_BATCH]}
     stages = {stage.id: StagePlan(weights="gpu", state="gpu") for stage in measured.stages}
+    first = first_trained(measured.stages)
     for i, (stage, tier) in enumerate(zip(measured.stages[1:-1], tiers, strict=True)):
         listed = measured.variants[stage.structure][MICRO_BATCH]
         variant = listed[i % len(listed)]
         saved_tiers = {group: tier for group in variant.saved if group != "input"}
         stages[stage.id] = StagePlan(
-            weights="gpu", state="gpu", save=variant.name, saved_tiers=saved_tiers, input_tier=tier
-        )
+            weights="gpu", state="gpu", save=variant.name, saved_tiers=saved_tiers,
+            input_tier=tier if i + 1 >= first else "gpu",
+        )  # fmt: skip
     return Plan(
         model_id=measured.model_id, hardware_id="any", compute_dtype="float32", batch_size=MICRO_BATCH * ACCUMULATION,
         seq_len=SEQ_LEN, micro_batch=MICRO_BATCH, accumulation=ACCUMULATION, loss_chunk_tokens=64, stages=stages,
-        variants=variants, budget_bytes={},
+        variants=variants, budget_bytes={}, trainable=measured.trainable,
     )  # fmt: skip
 
 
@@ -108,7 +118,8 @@ def test_no_operation_holds_more_than_planned(
     plan = make_plan(measured, tiers)
     planned = planned_bytes(lower(plan, measured.stages))
     found = peaks(plan, CONFIG)
-    assert set(found) >= {"forward/block.3/1", "loss/head/1", "backward/block.0/0"}
+    first = max(0, first_trained(measured.stages) - 1)
+    assert set(found) >= {"forward/block.3/1", "loss/head/1", f"backward/block.{first}/0"}
     for op, num_bytes in found.items():
         assert num_bytes <= planned[op] + HOST_TENSORS_BYTES, op
     # Nor much less, but for slots as large as the largest variant, which others leave part empty.

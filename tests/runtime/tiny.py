@@ -32,7 +32,7 @@ def variants_of(model: Model, micro_batch: int, seq_len: int) -> dict[str, SaveV
     variants: dict[str, SaveVariant] = end_variants("embed") | end_variants("head")
     hidden_size = model.stages[0].params[next(iter(model.stages[0].params))][1]
     for stage in model.stages:
-        if not stage.is_block or f"{stage.structure}:all" in variants:
+        if not stage.is_block or f"{stage.structure}:input" in variants:
             continue
         weights = torch.randn(stage.weight_bytes // model.dtype.itemsize, dtype=model.dtype, device=model.device)
         hidden = torch.randn(micro_batch, seq_len, hidden_size, dtype=model.dtype, device=model.device)
@@ -40,7 +40,10 @@ def variants_of(model: Model, micro_batch: int, seq_len: int) -> dict[str, SaveV
         template.bind(weights, stage)
         saved = EagerForm(template, keep=True).forward(hidden, model.arguments(stage), torch.empty_like(hidden))
         input_bytes = aligned(hidden.numel() * hidden.element_size())
-        variants |= variants_for(stage.structure, input_bytes, saved.kept.intermediate_bytes)
+        of_block = variants_for(stage.structure, input_bytes, saved.kept.intermediate_bytes)
+        if not model.has_backward(stage):
+            del of_block[f"{stage.structure}:all"]
+        variants |= of_block
     return variants
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lazysched.errors import UsageError
-from lazysched.schemas import Curve, Plan, Profile, SaveVariant, StagePlan, Timing
+from lazysched.schemas import Curve, Plan, Profile, SaveVariant, Stage, StagePlan, Timing
 from lazysched.units import format_bytes, format_seconds, format_slice, parse_bytes, parse_slice
 from tests.packaging.test_cli import PLAN, PROFILE
 
@@ -157,3 +157,14 @@ def test_what_is_no_range_is_refused(text: str) -> None:
 def test_figures_for_people() -> None:
     assert [format_bytes(size) for size in (0, 999, 1500, 24e9, -3e6)] == ["0 B", "999 B", "1.5 kB", "24 GB", "-3 MB"]
     assert [format_seconds(time) for time in (2.0, 0.0304, 1.5e-5)] == ["2 s", "30.4 ms", "15 µs"]
+
+
+def test_files_from_before_parameters_could_be_frozen_train_everything() -> None:
+    described = {"id": "block.0", "structure": "B", "params": {"w": (2, 3), "b": (3,)}, "weight_bytes": 512}
+    for stage in (Stage.model_validate(described), Stage.model_validate({**described, "trainable": True})):
+        assert (stage.trainable, stage.num_trained, stage.is_trained) == (True, 9, True)
+    part = Stage.model_validate({**described, "trainable": ["b"]})
+    assert Stage.model_validate_json(part.model_dump_json()) == part
+    assert (part.trained_params, part.num_trained, part.num_params) == ({"b": (3,)}, 3, 9)
+    with pytest.raises(ValueError, match="'c' is none of the stage's parameters"):
+        Stage.model_validate({**described, "trainable": ["c"]})
