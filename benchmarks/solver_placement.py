@@ -125,9 +125,9 @@ def _solve_once(task: Task, candidate: Candidate) -> _Once:
     nvme_gb = task.nvme_bytes / 1e9 if task.everything else 0.0
     budgets = Budgets(instance.usable_gpu_gb(task.gpu_bytes), task.host_bytes / 1e9, nvme_gb=nvme_gb)
     began_s = time.perf_counter()
-    start, start_s = _start(task, instance, budgets)
-    program = PlacementProgram(instance, budgets)
-    program.lower_bound_s(task.solve_limit_s)
+    start, start_s, program = _start(task, instance, budgets)
+    if task.everything:
+        program = PlacementProgram(instance, budgets)
     outcome = program.solve(gap=GAP, time_limit_s=task.solve_limit_s, seed=SEED, start=start)
     seconds = time.perf_counter() - began_s
     if not outcome.has_solution:
@@ -136,15 +136,18 @@ def _solve_once(task: Task, candidate: Candidate) -> _Once:
     return _Once(seconds, gap, start_s, _compared(instance, program.choices()))
 
 
-def _start(task: Task, instance: Instance, budgets: Budgets) -> tuple[Choices | None, float]:
-    """As in the search: the best of descents among what is executed, from the relaxation there; and its seconds."""
+def _start(task: Task, instance: Instance, budgets: Budgets) -> tuple[Choices | None, float, PlacementProgram]:
+    """As in the search: the best of descents among what is executed, from the relaxation there.
+
+    Its seconds and the program of what is executed come with it.
+    """
     began_s = time.perf_counter()
     executed = Instance(task.profile, replace(instance.candidate, segments=(1,)), "hybrid8", Update())
     program = PlacementProgram(executed, budgets)
     relaxed_s = program.lower_bound_s(task.solve_limit_s)
     found = best_descent(program, budgets, relaxed_s * (1 + GAP - MARGIN)) if relaxed_s < math.inf else None
     start = found and transferred(found.choices, executed, instance)
-    return start, time.perf_counter() - began_s
+    return start, time.perf_counter() - began_s, program
 
 
 def _compared(instance: Instance, choices: Choices) -> tuple[float, float]:

@@ -18,7 +18,7 @@ from lazysched.solver.options import STATE_CHOICES
 from lazysched.solver.plans import Choices
 from lazysched.solver.window_replay import WindowReplay
 
-NUM_PAIRS = 1000
+NUM_PAIRS = 500
 """Sampled changes to two blocks per round."""
 MAX_EXCHANGES = 600
 """Exchanges of two blocks' options, and of their states, per round."""
