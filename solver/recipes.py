@@ -21,7 +21,7 @@ from lazysched.solver.instance import Candidate, Instance
 from lazysched.solver.memory_rows import Budgets
 from lazysched.solver.options import IN_FILES, RESIDENT, STATE_CHOICES, STREAMED, SaveOption, Scope, StateChoice
 from lazysched.solver.plans import Choices, Found
-from lazysched.solver.search import allowed_states, rank_s
+from lazysched.solver.search import TIE, allowed_states, rank_s
 from lazysched.solver.simulate import Timeline
 from lazysched.solver.window_replay import WindowReplay
 
@@ -175,7 +175,9 @@ def _fastest(replay: WindowReplay, limits: Budgets, batch: ChoiceBatch | None) -
     if not len(batch.vocabulary):
         return None
     evaluation = replay.evaluate(batch)
-    winner = int(np.argmin(rank_s(evaluation, limits)))
+    scores = rank_s(evaluation, limits)
+    as_fast = evaluation.step_s <= evaluation.step_s[int(np.argmin(scores))] * (1 + TIE)
+    winner = int(np.lexsort((scores, evaluation.nvme_gb, ~as_fast))[0])  # files only where they gain
     return Found(replay.instance.candidate, batch.choices(winner), float(evaluation.step_s[winner]))
 
 

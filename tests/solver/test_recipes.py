@@ -12,12 +12,13 @@ from lazysched.schemas import Plan, StagePlan, Update
 from lazysched.solver import simulate_plan, solve
 from lazysched.solver.choice_batch import ChoiceBatch
 from lazysched.solver.instance import Candidate, Instance
-from lazysched.solver.judge import SIMULATED_STEPS
 from lazysched.solver.measured import offload_limits
 from lazysched.solver.memory_rows import Budgets
-from lazysched.solver.options import EVERYTHING, EXECUTABLE, IN_FILES, RESIDENT, STATE_CHOICES, STREAMED
+from lazysched.solver.options import EVERYTHING, EXECUTABLE, RESIDENT, STATE_CHOICES, STREAMED
 from lazysched.solver.plans import Choices
 from lazysched.solver.recipes import COARSE, RULES, best_of_rule, candidates_of_rule, rules_within
+from lazysched.solver.search import TIE
+from lazysched.solver.simulate import SIMULATED_STEPS
 from lazysched.solver.window_replay import WindowReplay
 from tests.solver.synthetic import tiny_profile
 from tests.solver.test_file_plans import FAST, with_files
@@ -104,7 +105,7 @@ def test_a_recipe_gets_its_best_lag() -> None:
     assert recipe.timeline.step_s == min(steps)
 
 
-@pytest.mark.parametrize(("gpu_gb", "host_gb"), [(0.04, 0.06), (0.05, 0.04), (0.06, 0.04)])
+@pytest.mark.parametrize(("gpu_gb", "host_gb"), [(0.04, 0.06), (0.05, 0.04)])
 def test_a_recipe_has_in_files_what_is_best_there(gpu_gb: float, host_gb: float) -> None:
     """Against all splits: first blocks on the GPU, then resident weights, then the host, the last in files."""
     profile = with_files(tiny_profile(4), FAST)
@@ -112,7 +113,7 @@ def test_a_recipe_has_in_files_what_is_best_there(gpu_gb: float, host_gb: float)
     instance = Instance(profile, Candidate(1, 1), "hybrid8", Update(), (), replace(EVERYTHING, segments=(1,)))
     found = best_of_rule(rule, [instance], lambda _: budgets)
     assert found is not None
-    assert any(state in IN_FILES for state in found.choices.states)
+    assert WindowReplay(instance).memory(ChoiceBatch.of([found.choices])).nvme_gb[0] > 0
     save = found.choices.saves
     rows = [
         Choices(states, save, kind)
@@ -121,7 +122,7 @@ def test_a_recipe_has_in_files_what_is_best_there(gpu_gb: float, host_gb: float)
         if list(states) == sorted(states, key=("gpu", *RESIDENT, *STREAMED).index)
     ]
     evaluation = WindowReplay(instance).evaluate(ChoiceBatch.of(rows))
-    assert found.step_s == pytest.approx(min(evaluation.step_s[evaluation.fits(budgets)]))
+    assert found.step_s == pytest.approx(min(evaluation.step_s[evaluation.fits(budgets)]), rel=TIE)
 
 
 def test_inputs_may_be_split_between_gpu_and_host() -> None:
