@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import pulp
 
@@ -19,6 +20,7 @@ from lazysched.solver.highs import solve_problem
 from lazysched.solver.instance import Instance
 from lazysched.solver.memory_rows import Budgets
 from lazysched.solver.options import ON_HOST, STREAMED, SaveOption, StageCosts, StateChoice, VocabularyOption
+from lazysched.solver.plans import Choices
 
 
 def count_bound_s(instance: Instance, budgets: Budgets, max_prefetch_depth: int) -> float:
@@ -37,6 +39,11 @@ def count_bound_s(instance: Instance, budgets: Budgets, max_prefetch_depth: int)
 
 def least_missing_gb(instance: Instance, budgets: Budgets, elastic: Sequence[Tier]) -> float:
     """No plan of this candidate needs fewer GB of the ``elastic`` tiers beyond ``budgets``; infinite if none does."""
+    return least_missing(instance, budgets, elastic)[0]
+
+
+def least_missing(instance: Instance, budgets: Budgets, elastic: Sequence[Tier]) -> tuple[float, Callable[[], Choices]]:
+    """The bound of ``least_missing_gb``, and what yields its counts rounded to choices, where it is finite."""
     problem = pulp.LpProblem("missing", pulp.LpMinimize)
     slack: dict[str, pulp.LpVariable] = {tier: problem.add_variable(f"slack_{tier}", 0) for tier in elastic}
     problem += pulp.lpSum(slack.values())
@@ -44,12 +51,14 @@ def least_missing_gb(instance: Instance, budgets: Budgets, elastic: Sequence[Tie
         budgets.gpu_gb + slack.get("gpu", 0), budgets.host_gb + slack.get("host", 0), budgets.moved_gb,
         budgets.nvme_gb + slack.get("nvme", 0),
     )  # fmt: skip
-    _add_memory(problem, instance, _Counts(problem, instance), grown)
-    return solve_problem(problem, gap=0.0, time_limit_s=5.0, seed=0, relaxed=True).bound
+    counts = _Counts(problem, instance)
+    _add_memory(problem, instance, counts, grown)
+    return solve_problem(problem, gap=0.0, time_limit_s=5.0, seed=0, relaxed=True).bound, counts.rounded
 
 
 @dataclass(frozen=True)
 class _Group:
+    members: list[int]
     costs: StageCosts
     options: tuple[SaveOption, ...]
     saves: list[pulp.LpVariable]
@@ -71,9 +80,22 @@ class _Counts:
             }
             problem += pulp.lpSum(saves) == keys.count(key)
             problem += pulp.lpSum(states.values()) == keys.count(key)
-            self.groups.append(_Group(costs, options, saves, states))
+            members = [i for i, other in enumerate(keys) if other == key]
+            self.groups.append(_Group(members, costs, options, saves, states))
         self.v = [problem.add_variable(f"v_{k}", 0) for k in range(len(instance.vocabulary_options))]
         problem += pulp.lpSum(self.v) == 1
+
+    def rounded(self) -> Choices:
+        """Choices with about the counts of the solution just found; early blocks take what works with most memory."""
+        saves = [0] * self.instance.num_blocks
+        chosen: dict[int, StateChoice] = {}
+        for g in self.groups:
+            order = sorted(range(len(g.options)), key=lambda o: -g.options[o].working_gb)
+            for i, o in zip(g.members, _shared_out([(o, g.saves[o]) for o in order]), strict=True):
+                saves[i] = o
+            chosen |= zip(g.members, _shared_out(list(g.states.items())), strict=True)
+        ends = max(range(len(self.v)), key=lambda k: self.v[k].value() or 0.0)
+        return Choices(tuple(chosen[i] for i in range(len(saves))), tuple(saves), ends)
 
     def save(self, coefficient: Callable[[SaveOption], float]) -> Expression:
         """Sum over all blocks' save options."""
@@ -104,6 +126,19 @@ class _Counts:
             )
             for v, option in zip(self.v, instance.vocabulary_options, strict=True)
         )  # fmt: skip
+
+
+_Item = TypeVar("_Item")
+
+
+def _shared_out(counts: Sequence[tuple[_Item, pulp.LpVariable]]) -> list[_Item]:
+    """Each item as often as its variable says: at the end of every item as many as its running sum, rounded."""
+    items: list[_Item] = []
+    total = 0.0
+    for item, variable in counts:
+        total += variable.value() or 0.0
+        items += [item] * (round(total) - len(items))
+    return items
 
 
 def _add_times(

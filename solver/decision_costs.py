@@ -26,9 +26,8 @@ from lazysched.schemas import (
     variant_key,
 )
 from lazysched.segments import segments_of
-from lazysched.solver.judge import SIMULATED_STEPS
 from lazysched.solver.pins import Pin, kept_pins, of_stage
-from lazysched.solver.simulate import Timeline, simulate_plan
+from lazysched.solver.simulate import SIMULATED_STEPS, Timeline, simulate_plan
 from lazysched.solver.what_if import over_budget
 from lazysched.trainable import first_trained
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -18,16 +18,18 @@ import pulp
 from lazysched.lower import lower
 from lazysched.schemas import Profile, StateFormat, Tier
 from lazysched.solver.batches import accumulations
-from lazysched.solver.bounds import least_missing_gb
+from lazysched.solver.bounds import least_missing
 from lazysched.solver.decisions import Decisions
 from lazysched.solver.explore import shallowest
 from lazysched.solver.highs import solve_problem
-from lazysched.solver.instance import GB, Candidate, Instance
+from lazysched.solver.instance import Candidate, Instance
 from lazysched.solver.measured import host_memories, offload_limits
 from lazysched.solver.memory_rows import Budgets, add_memory_rows
-from lazysched.solver.options import SaveOption, Scope, StageCosts, StateChoice
+from lazysched.solver.nearest import nearest
+from lazysched.solver.options import GB, SaveOption, Scope, StageCosts, StateChoice
 from lazysched.solver.plans import Choices, make_plan
 from lazysched.solver.simulate import peak_bytes, pinned_bytes
+from lazysched.solver.stopwatch import Stopwatch
 
 TIERS: tuple[Tier, ...] = ("gpu", "host")
 _TIME_LIMIT_S = 2.0
@@ -39,7 +41,8 @@ MARGIN_BYTES = 2000
 _ROWS_MISS_GB = 1e-3
 """What memory rows and their margin may miss while the lowered plan, counted byte by byte, fits."""
 _NUM_SOLVED = 4
-"""Instances whose elastic program is solved at most, by a lower bound of their shortfall."""
+"""Instances whose elastic program is always solved, by a lower bound of their shortfall; further ones if these were
+quick."""
 
 
 @dataclass(frozen=True)
@@ -115,57 +118,93 @@ class Closest:
     missing_gb: float
 
 
-def fitting(question: Question) -> Closest | None:
+@dataclass(frozen=True)
+class Sought:
+    """What came of looking for choices.
+
+    Attributes:
+        nearest: the choices that need least; None where none were found.
+        proven: whether nothing that needs less than ``nearest``, or nothing at all, was left out for lack of time.
+    """
+
+    nearest: Closest | None
+    proven: bool
+
+
+def fitting(question: Question) -> Sought:
     """A plan that fits, or None; where HiGHS runs out of time, a plan that fits may be overlooked."""
-    nearest = closest(question, TIERS, at_most_gb=_ROWS_MISS_GB)
-    return nearest if nearest is not None and not question.over_bytes(nearest) else None
+    sought = closest(question, TIERS, at_most_gb=_ROWS_MISS_GB)
+    if sought.nearest is None or not question.over_bytes(sought.nearest):
+        return sought
+    return Sought(None, sought.proven)
 
 
 def closest(
     question: Question, elastic: Sequence[Tier], at_most_gb: float = math.inf, start: Closest | None = None
-) -> Closest | None:
+) -> Sought:
     """The choices that need least more of the ``elastic`` tiers, which are all that may be exceeded.
 
     Of files, which are plenty, little more than the least is good enough.
 
     Returns:
-        None where no choices keep the others, or where all need more than ``at_most_gb``.
+        no choices where none keep the others, or where all need more than ``at_most_gb``.
     """
-    ranked: list[tuple[float, int]] = []
-    for index, instance in enumerate(question.instances):
-        bound_gb = least_missing_gb(instance, question.budgets(instance), elastic)
-        if bound_gb < math.inf and bound_gb <= at_most_gb:
-            ranked.append((bound_gb, index))
+    ranked = sorted(_ranked(question, elastic, at_most_gb), key=lambda rank: rank[0])
     best: Closest | None = None
-    for bound_gb, index in sorted(ranked)[:_NUM_SOLVED]:
+    proven, watch = True, Stopwatch(_NUM_SOLVED * _TIME_LIMIT_S)
+    for count, (bound_gb, instance, rounded) in enumerate(ranked):
         limit_gb = at_most_gb if best is None else best.missing_gb * (1 - _GAP)
         if best is not None and (bound_gb >= limit_gb or "nvme" in elastic):
             break
-        instance = question.instances[index]
+        if count >= _NUM_SOLVED and not watch.has_time():
+            return Sought(best, proven=False)
         here = start is not None and start.instance.candidate == instance.candidate
-        choices = start.choices if start is not None and here else None
-        best = _solved(instance, question, elastic, limit_gb, choices) or best
-    return best
+        starts = [_least_memory(instance), rounded(), *([start.choices] if start is not None and here else [])]
+        found = _solved(instance, question, elastic, limit_gb, bound_gb, starts)
+        best, proven = found.nearest or best, proven and found.proven
+    return Sought(best, proven)
+
+
+def _ranked(
+    question: Question, elastic: Sequence[Tier], at_most_gb: float
+) -> Iterator[tuple[float, Instance, Callable[[], Choices]]]:
+    """Instances that may need no more, with a lower bound of it and the choices nearest to that bound."""
+    for instance in question.instances:
+        bound_gb, rounded = least_missing(instance, question.budgets(instance), elastic)
+        if bound_gb < math.inf and bound_gb <= at_most_gb:
+            yield bound_gb, instance, rounded
 
 
 def _solved(
-    instance: Instance, question: Question, elastic: Sequence[Tier], limit_gb: float, start: Choices | None
-) -> Closest | None:
-    """The closest choices of one candidate if they miss less than ``limit_gb``; with files, sought from ``start``."""
+    instance: Instance,
+    question: Question,
+    elastic: Sequence[Tier],
+    limit_gb: float,
+    bound_gb: float,
+    starts: Sequence[Choices],
+) -> Sought:
+    """The closest choices of one candidate if they miss less than ``limit_gb``; HiGHS improves on the descent's."""
+    budgets = question.budgets(instance)
+    near = nearest(instance, budgets, elastic, starts)
+    own = Closest(instance, *near) if near is not None and near[1] <= limit_gb else None
+    if own is not None and own.missing_gb * (1 - _GAP) <= bound_gb:
+        return Sought(own, proven=True)
     problem = pulp.LpProblem("elastic", pulp.LpMinimize)
     decisions = Decisions(problem, instance)
     slack: dict[str, pulp.LpVariable] = {tier: problem.add_variable(f"slack_{tier}", 0) for tier in elastic}
-    add_memory_rows(problem, instance, decisions, question.budgets(instance), slack)
+    add_memory_rows(problem, instance, decisions, budgets, slack)
     _order_equal_blocks(problem, instance, decisions)
     problem += pulp.lpSum(slack.values())
     if limit_gb < math.inf:
         problem += pulp.lpSum(slack.values()) <= limit_gb
-    values = decisions.start_values(start or _least_memory(instance)) if "nvme" in elastic else None
+    values = decisions.start_values(own.choices if own is not None else starts[-1])
     time_limit_s = _FILES_TIME_LIMIT_S if instance.uses_files else _TIME_LIMIT_S
     outcome = solve_problem(problem, gap=_GAP, time_limit_s=time_limit_s, seed=question.seed, start_values=values)
-    if not outcome.has_solution:
-        return None
-    return Closest(instance, decisions.choices(), max(0.0, outcome.objective))
+    proven = outcome.status in ("optimal", "infeasible")
+    missing_gb = max(0.0, outcome.objective)
+    if outcome.has_solution and (own is None or missing_gb < own.missing_gb):
+        own = Closest(instance, decisions.choices(), missing_gb)
+    return Sought(own, proven)
 
 
 def _least_memory(instance: Instance) -> Choices:

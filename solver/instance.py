@@ -35,6 +35,7 @@ from lazysched.schemas import (
 from lazysched.solver.measured import curve_of, measured_variants, update_rate
 from lazysched.solver.options import (
     EXECUTABLE,
+    GB,
     IN_FILES,
     PLACES,
     RESIDENT,
@@ -49,8 +50,6 @@ from lazysched.solver.options import (
 from lazysched.solver.pins import Pin, of_stage
 from lazysched.solver.saving import Saving
 from lazysched.trainable import first_trained, trained_part
-
-GB = 1e9
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,8 @@ from dataclasses import dataclass
 from lazysched.lower import lower
 from lazysched.schemas import Plan
 from lazysched.solver.plans import Found, make_plan
-from lazysched.solver.simulate import Timeline, simulate
+from lazysched.solver.simulate import SIMULATED_STEPS, Timeline, simulate
 from lazysched.solver.space import Budget, Space
-
-SIMULATED_STEPS = 4
 
 
 @dataclass(frozen=True)

@@ -127,13 +127,17 @@ def _add_window_rows(
         # Forward ends and backward begins with the same tensors alive, so one row with the larger working set does.
         remade = accumulation * decisions.save(i, lambda o: o.remade_gb)
         problem += base + kept + remade + decisions.save(i, lambda o: o.working_gb) <= limit
-        problem += base + decisions.state(i, lambda c: c.gpu_update_working_gb, "gpu") <= limit
+        updating = decisions.state(i, lambda c: c.gpu_update_working_gb, "gpu")
+        if not instance.update.waits_for_norm:  # it follows the backward, beside what the blocks before still keep
+            updating = updating + before + accumulation * decisions.save(i, lambda o: o.still_remade_gb)
+        problem += base + updating <= limit
     problem += base + kept + instance.head_variant.working_backward_bytes / 1e9 <= limit
     embed = instance.embed_variant
     problem += base + max(embed.working_forward_bytes, embed.working_backward_bytes) / 1e9 <= limit
     for embed_too in (True, False):
         working = decisions.ends_on(lambda c: c.gpu_update_working_gb, gpu=True, embed=embed_too, head=not embed_too)
-        problem += base + working <= limit
+        beside_all = not embed_too and not instance.update.waits_for_norm
+        problem += base + (kept if beside_all else 0) + working <= limit
 
 
 def _kept(

@@ -12,6 +12,8 @@ from typing import Literal, get_args
 from lazysched.schemas import SaveVariant, StagePlan, Tier
 from lazysched.schemas.executable import INPUT_TIERS, SAVED_TIERS, SEGMENTS, STATE_TIERS, WEIGHT_TIERS
 
+GB = 1e9
+
 StateChoice = Literal["gpu", "resident", "streamed", "resident_nvme", "streamed_nvme", "nvme"]
 """``gpu``: weights and state on the GPU. ``resident``: weights there, state on the host. ``streamed``: both on host.
 With ``_nvme`` the state is in files instead; ``nvme``: weights and state in files."""
@@ -127,14 +129,23 @@ class SaveOption:
         """What waits in files for the backward."""
         return self.offloaded_gb if self.tier == "nvme" else 0.0
 
+    @property
+    def still_remade_gb(self) -> float:
+        """Of what the segment's forwards made again, what is left after the block's backward: that of those before."""
+        inner = sum(self.variant.saved.values()) - self.variant.saved["input"]
+        return self.place * inner / GB
+
     def dominates(self, other: SaveOption) -> bool:
         """Whether nobody would choose ``other``, of a segment of the same length, when this option exists."""
         mine, theirs = self._costs(), other._costs()
         return mine != theirs and all(a <= b for a, b in zip(mine, theirs, strict=True))
 
     def _costs(self) -> tuple[float, ...]:
+        # Apart, because updates on the host hide under the forward and wait for the backward; so do inputs, which have
+        # slots in every window, and the rest of what is kept.
         working_gb = self.working_gb + self.remade_gb
-        return (self.forward_s + self.backward_s, self.kept_gb, self.host_gb, self.nvme_gb, working_gb)
+        memory_gb = (self.kept_gb, self.kept_input_gb, self.host_gb, self.nvme_gb, working_gb)
+        return (self.forward_s, self.backward_s, *memory_gb)
 
 
 def mean_option(options: Sequence[SaveOption]) -> SaveOption:

@@ -26,7 +26,7 @@ from lazysched.schemas import SolverReport
 from lazysched.solver import infeasible, recipes, remedies
 from lazysched.solver.bounds import count_bound_s
 from lazysched.solver.choice_batch import ChoiceBatch
-from lazysched.solver.explore import PREFETCH_DEPTHS, Task, explore_all, polished, shallowest, variations
+from lazysched.solver.explore import D2H_LAGS, PREFETCH_DEPTHS, Task, explore_all, polished, shallowest, variations
 from lazysched.solver.instance import Candidate
 from lazysched.solver.interrupts import INTERRUPTS
 from lazysched.solver.judge import Judge, Judged
@@ -144,6 +144,7 @@ class Search:
                 self.space.limits,
                 self.settings.host_memories,
                 PREFETCH_DEPTHS,
+                D2H_LAGS,
                 num_blocks,
             )
             instances = [instance for instance in map(self.space.instance, candidates) if instance.has_options]
@@ -271,9 +272,10 @@ class Search:
             settings.profile, settings.batch_size, settings.budget_bytes, settings.state_format,
             settings.scope, self.space.make_instance, settings.seed,
         )  # fmt: skip
-        fitting = infeasible.fitting(question)
+        sought = infeasible.fitting(question)
+        fitting = sought.nearest
         if fitting is None:
-            raise remedies.explain(question)
+            raise remedies.explain(question, sought.proven)
         candidate, choices = fitting.instance.candidate, fitting.choices
         evaluation = WindowReplay(fitting.instance).evaluate(ChoiceBatch.of([choices]))
         # Its bytes were counted: it is kept even where the replay's memory rows, which count more, call it too large.

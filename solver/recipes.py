@@ -1,8 +1,8 @@
 """Fixed recipes to compare a solved plan with: what other systems do for every block alike, at its best.
 
-Each recipe may choose micro-batch, prefetch depth, placement of the vocabulary and whatever its rule leaves open: how
-many blocks keep their weights on the GPU, with or without their optimizer state, and how many send what they save to
-the host. The fastest combination that fits is the recipe's.
+Each recipe may choose micro-batch, prefetch depth, D2H lag, placement of the vocabulary and whatever its rule leaves
+open: how many blocks keep their weights on the GPU, with or without their optimizer state, how many have it in files,
+and how many send what they save to the host. The fastest combination that fits is the recipe's.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from typing import Literal
 import numpy as np
 
 from lazysched.schemas import HostMemory, Plan, Tier
-from lazysched.solver.choice_batch import GPU, RESIDENT, STREAMED, ChoiceBatch, Ints
+from lazysched.solver.choice_batch import ChoiceBatch, Ints
 from lazysched.solver.instance import Candidate, Instance
 from lazysched.solver.memory_rows import Budgets
-from lazysched.solver.options import SaveOption, Scope
+from lazysched.solver.options import IN_FILES, RESIDENT, STATE_CHOICES, STREAMED, SaveOption, Scope, StateChoice
 from lazysched.solver.plans import Choices, Found
-from lazysched.solver.search import allowed_states, rank_s
+from lazysched.solver.search import TIE, allowed_states, rank_s
 from lazysched.solver.simulate import Timeline
 from lazysched.solver.window_replay import WindowReplay
 
@@ -95,6 +95,7 @@ def candidates_of_rule(
     limits: Mapping[int, Sequence[int]],
     host_memories: Sequence[HostMemory],
     prefetch_depths: Sequence[int],
+    d2h_lags: Sequence[int],
     num_blocks: int,
 ) -> list[Candidate]:
     """The points of the outer search at which ``rule`` is tried.
@@ -105,11 +106,13 @@ def candidates_of_rule(
         limits: micro-batch -> sizes in bytes that a block may send to the host, ascending, from 0 on.
         host_memories: kinds of host memory.
         prefetch_depths: how many stages ahead weights may be fetched.
+        d2h_lags: by how many windows what leaves may lag behind; the first is tried before the others.
         num_blocks: of the model.
     """
     segments = tuple(sorted({1, rule.length(num_blocks)}))
     return [
-        Candidate(size, accumulation, depth, offload_limit_bytes=limit, host_memory=memory, segments=segments)
+        Candidate(size, accumulation, depth, lag, limit, memory, segments)
+        for lag in d2h_lags
         for memory in host_memories
         for size, accumulation in accumulations.items()
         for depth in prefetch_depths
@@ -134,7 +137,7 @@ def best_of_rule(
     ``goes_on`` is asked before each of them, with the best choices so far.
     """
     best: Found | None = None
-    for instance in sorted(instances, key=lambda instance: instance.compute_bound_s):  # so that most need no look
+    for instance in sorted(instances, key=_in_turn):
         if not goes_on(best):
             break
         found = _best_of_instance(rule, instance, budgets(instance), best.step_s if best else np.inf)
@@ -143,20 +146,25 @@ def best_of_rule(
     return best
 
 
+def _in_turn(instance: Instance) -> tuple[int, float]:
+    """The shortest lag first, should time run out; then so that most need no look."""
+    return instance.candidate.d2h_lag, instance.compute_bound_s
+
+
 def _best_of_instance(rule: Rule, instance: Instance, limits: Budgets, below_s: float) -> Found | None:
     """The fastest choices of one instance if they take less than ``below_s``."""
     saves = [row for row in _saves(rule, instance) if _compute_s(instance, row) < below_s]
     if not saves:
         return None
     replay, best = WindowReplay(instance), None
-    states = _state_rows(rule, instance, _edges(instance.num_blocks))
+    states = _state_rows(rule, instance, _edges(instance))
     for _ in range(MAX_REFINEMENTS):
         found = _fastest(replay, limits, _combined(rule, instance, saves, states))
         if found is None or found.step_s >= below_s:
             break
         best, below_s = found, found.step_s
         saves = [list(found.choices.saves)]
-        states = _state_rows(rule, instance, _beside(found.choices))
+        states = _state_rows(rule, instance, _beside(instance, found.choices))
     return best
 
 
@@ -167,7 +175,9 @@ def _fastest(replay: WindowReplay, limits: Budgets, batch: ChoiceBatch | None) -
     if not len(batch.vocabulary):
         return None
     evaluation = replay.evaluate(batch)
-    winner = int(np.argmin(rank_s(evaluation, limits)))
+    scores = rank_s(evaluation, limits)
+    as_fast = evaluation.step_s <= evaluation.step_s[int(np.argmin(scores))] * (1 + TIE)
+    winner = int(np.lexsort((scores, evaluation.nvme_gb, ~as_fast))[0])  # files only where they gain
     return Found(replay.instance.candidate, batch.choices(winner), float(evaluation.step_s[winner]))
 
 
@@ -261,31 +271,66 @@ def _compute_s(instance: Instance, saves: list[int]) -> float:
 # ---- where weights and states are
 
 
-def _state_rows(rule: Rule, instance: Instance, counts: Iterable[tuple[int, int]]) -> list[list[int]]:
-    """States of all blocks: the first on the GPU, then those with resident weights, the rest streamed.
+@dataclass(frozen=True)
+class _Split:
+    """How many blocks, from the first on, have their state on the GPU, and how many then their weights alone.
 
-    Args:
-        rule: which may stream everything.
-        instance: how many blocks there are.
-        counts: (blocks whose state is on the GPU, blocks whose weights alone are) to try.
+    Of those that the host updates, the last ``in_files`` have their state in files, or state and ``kind`` weights.
     """
+
+    on_gpu: int
+    resident: int
+    in_files: int = 0
+    kind: StateChoice = "streamed_nvme"
+
+    def states(self, length: int) -> list[int]:
+        """Of all blocks, as places in ``STATE_CHOICES``."""
+        rest = length - self.on_gpu - self.resident
+        counts: dict[StateChoice, int] = {"gpu": self.on_gpu, "resident": self.resident, "streamed": rest}
+        states = [state for state, count in counts.items() for _ in range(count)]
+        for i in range(length - self.in_files, length):
+            states[i] = "resident_nvme" if states[i] == "resident" else self.kind
+        return [STATE_CHOICES.index(state) for state in states]
+
+
+def _state_rows(rule: Rule, instance: Instance, splits: Iterable[_Split]) -> list[list[int]]:
+    """States of all blocks by each of ``splits`` that ``rule`` and the instance's options allow."""
     length, allowed = instance.num_blocks, allowed_states(instance)
     if rule.streams_all:
-        rows = [[STREAMED] * length]
-    else:
-        rows = [[GPU] * a + [RESIDENT] * b + [STREAMED] * (length - a - b) for a, b in dict.fromkeys(counts)]
+        splits = [replace(split, on_gpu=0, resident=0) for split in splits]
+    rows = [split.states(length) for split in dict.fromkeys(splits)]
     return [row for row in rows if all(state in own for state, own in zip(row, allowed, strict=True))]
 
 
-def _edges(length: int) -> list[tuple[int, int]]:
-    """Counts with at most two kinds of state, not more than about ``COARSE`` of each where blocks are many."""
+def _edges(instance: Instance) -> list[_Split]:
+    """Splits with at most two kinds of state, not more than about ``COARSE`` of each where blocks are many.
+
+    Of files, all that the host updates is in them, or nothing.
+    """
+    length = instance.num_blocks
     each = [*range(0, length, max(1, length // COARSE)), length]
-    return [(n, 0) for n in each] + [(0, n) for n in each] + [(n, length - n) for n in each]
+    counts = [(n, 0) for n in each] + [(0, n) for n in each] + [(n, length - n) for n in each]
+    apart = [_Split(a, b) for a, b in counts]
+    return apart + [_Split(a, b, length - a, kind) for kind in _kinds_in_files(instance) for a, b in counts]
 
 
-def _beside(choices: Choices) -> list[tuple[int, int]]:
-    """Counts that differ from those of ``choices`` in one, or exchange one for the other."""
-    length, on_gpu, resident = len(choices.states), choices.states.count("gpu"), choices.states.count("resident")
-    rows = [(a, resident) for a in range(length - resident + 1)]
-    rows += [(on_gpu, b) for b in range(length - on_gpu + 1)]
-    return rows + [(a, on_gpu + resident - a) for a in range(on_gpu + resident + 1)]
+def _kinds_in_files(instance: Instance) -> list[StateChoice]:
+    """How a block that streams may be in files."""
+    return [kind for kind in STREAMED if kind in IN_FILES and all(kind in own for own in instance.states)]
+
+
+def _beside(instance: Instance, choices: Choices) -> list[_Split]:
+    """Splits that differ from that of ``choices`` in one number, or exchange one for the other."""
+    length, states = len(choices.states), choices.states
+    on_gpu, resident = states.count("gpu"), sum(state in RESIDENT for state in states)
+    in_files = sum(state in IN_FILES for state in states)
+    kinds = [kind for kind in _kinds_in_files(instance) if kind in states] or _kinds_in_files(instance)[:1]
+    kind = kinds[0] if kinds else "streamed_nvme"
+    rows = [_Split(a, resident, min(in_files, length - a), kind) for a in range(length - resident + 1)]
+    rows += [_Split(on_gpu, b, in_files, kind) for b in range(length - on_gpu + 1)]
+    rows += [_Split(a, on_gpu + resident - a, min(in_files, length - a), kind) for a in range(on_gpu + resident + 1)]
+    return rows + [
+        _Split(on_gpu, resident, count, other)
+        for other in _kinds_in_files(instance)
+        for count in range(length - on_gpu + 1)
+    ]

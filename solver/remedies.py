@@ -10,7 +10,16 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
-from lazysched.errors import InfeasibleError, MoreMemory, Remedy, SmallerBatch, SmallerState, TimeLimitError, UsageError
+from lazysched.errors import (
+    InfeasibleError,
+    LazyschedError,
+    MoreMemory,
+    Remedy,
+    SmallerBatch,
+    SmallerState,
+    TimeLimitError,
+    UsageError,
+)
 from lazysched.schemas import Tier
 from lazysched.solver.batches import max_accumulation
 from lazysched.solver.bounds import least_missing_gb
@@ -25,26 +34,32 @@ FLAGS: dict[Tier, str] = {"gpu": "gpu-memory", "host": "host-memory", "nvme": "n
 """Tier -> the option that sets its budget."""
 NUM_FIGURES = 4
 """Of a size that is missing: rounding up adds a thousandth at most."""
-MAX_GROWTHS = 3
+MAX_GROWTHS = 5
 """How often a budget is raised until a plan fits: once for what is missing, again where the lowered plan disagrees with
-the memory rows."""
+the memory rows, or where the plan would not be found by a solve that has just so much."""
+FINDABLE_SHARE = 100
+"""In the latter case so much of what was missing, one hundredth, is added."""
 
 
-def explain(question: Question) -> InfeasibleError:
-    """The error that says what no plan fits into and what would help.
+def explain(question: Question, proven: bool) -> LazyschedError:
+    """The error that says what no plan fits into, or fits as far as was looked, and what would surely help.
 
-    Raises:
-        TimeLimitError: not even unlimited memory yielded a plan within the time that the elastic program has.
+    Args:
+        question: what was asked.
+        proven: whether it is certain that no plan fits.
     """
     found = remedies(question)
-    if not found:
-        raise TimeLimitError("no plan was found, nor what is missing for one; profile a smaller --micro-batch")
     budget = question.budget_bytes
     within = join(f"{format_bytes(size)} of {tier}" for tier, size in budget.items() if size)
-    message = f"no plan fits {within} memory: "
+    helps = ", or ".join(described(r, question) for r in found)
+    if not proven:
+        message = f"no plan was found in time within {within} memory, though one may fit"
+        return TimeLimitError(f"{message}; sure to fit: {helps}" if found else message)
+    if not found:
+        return TimeLimitError("no plan was found, nor what is missing for one; profile a smaller --micro-batch")
     alone = [r for r in found if isinstance(r, MoreMemory) and r.executable and not (r.gpu_bytes and r.host_bytes)]
     missing = {str(tier): size for r in alone for tier, size in _sizes(r).items() if size}
-    return InfeasibleError(message + ", or ".join(described(r, question) for r in found), missing, found)
+    return InfeasibleError(f"no plan fits {within} memory: {helps}", missing, found)
 
 
 def remedies(question: Question) -> list[Remedy]:
@@ -80,11 +95,14 @@ def _more_memory(question: Question, tiers: Sequence[Tier]) -> MoreMemory | None
         grown = replace(
             question, budget_bytes={tier: size + more.get(tier, 0) for tier, size in question.budget_bytes.items()}
         )
-        nearest = closest(grown, tiers, start=nearest)
+        nearest = closest(grown, tiers, start=nearest).nearest
         if nearest is None:
             return None
         over = grown.over_bytes(nearest)
         if not over and any(more.values()):
+            if fitting(grown).nearest is None:  # asked as a later solve asks, which would not find it again
+                more = {tier: _rounded_up(size + size // FINDABLE_SHARE) for tier, size in more.items()}
+                continue
             return MoreMemory(gpu_bytes=more["gpu"], host_bytes=more["host"], nvme_bytes=more["nvme"])
         if not set(over) <= set(tiers):
             return None
@@ -147,7 +165,7 @@ def _smaller_batch(question: Question) -> Iterator[SmallerBatch]:
             return _may_fit(question, size, count)
 
         def fits(count: int, size: int = size) -> bool:
-            return fitting(replace(question, batch_size=size * count)) is not None
+            return fitting(replace(question, batch_size=size * count)).nearest is not None
 
         count = _largest(low, high, may_fit)
         if count is not None and not fits(count):
@@ -183,5 +201,5 @@ def _smaller_state(question: Question) -> Iterator[SmallerState]:
         check_profile(other.profile, "hybrid8", host_memories(other.profile, other.budget_bytes["host"]))
     except UsageError:  # not measured, so that no plan can be made with it
         return
-    if fitting(other) is not None:
+    if fitting(other).nearest is not None:
         yield SmallerState("hybrid8")

@@ -10,12 +10,16 @@ A copy between host and GPU takes the curve measured with both directions busy w
 (``lazysched.timeline.both_ways``); otherwise the curve of its direction alone. An update on the host goes at the rate
 measured alone while nothing is copied, at the one measured beside copies while both directions are busy, and half way
 between while one is.
+
+Where files are used, steps can take turns at two lengths and more for ever, and the first few are no guide. Then more
+are simulated (``STEADY_STEPS``, ``MAX_STEPS`` where these are not steady), and the step time, and what is exposed of
+it, are means over the period in which their lengths repeat; where none shows, over the last ``MAX_PERIOD`` steps.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -24,19 +28,35 @@ from lazysched.layout import mapping_bytes
 from lazysched.lower import lower
 from lazysched.schemas import Curve, Engine, Op, Plan, Prediction, Profile, Program, Rate, SaveVariant, Tier
 from lazysched.solver.replay import replay, replay_in_line
-from lazysched.timeline import Interval, both_ways, compute_end_s, exposed_of_step, intervals_by_step, moved_bytes
+from lazysched.timeline import (
+    FILE_ENGINES,
+    Interval,
+    both_ways,
+    compute_end_s,
+    exposed_of_step,
+    intervals_by_step,
+    moved_bytes,
+)
 
 if TYPE_CHECKING:
     import pandas as pd
 
 
+SIMULATED_STEPS = 4
+"""Consecutive steps, of which the last is looked at."""
+STEADY_STEPS, MAX_STEPS, MAX_PERIOD = 8, 40, 8
+"""Where files are used: steps at first, steps where these are not steady, and steps after which lengths may repeat."""
+SAME = 1e-6
+"""Share of a step by which two equal ones may differ."""
+
+
 @dataclass(frozen=True)
 class Timeline:
-    """What a replay saw; per-step figures are those of its last step.
+    """What a replay saw; per-step figures are those of its last step, or means over the period in which steps repeat.
 
     Attributes:
-        step_s: steady time of one step: distance between the ends of the last two steps on ``compute``.
-        exposed_s: engine -> time in which ``compute`` waited for it.
+        step_s: steady time of one step: mean distance between the ends of the last steps on ``compute``.
+        exposed_s: engine -> time in which ``compute`` waited for it in a step.
         moved_bytes: engine -> bytes moved per step.
         peak_bytes: tier -> most bytes at once; for ``gpu`` context and fragmentation are in it.
         pinned_bytes: what has to be page-locked of the host's.
@@ -63,13 +83,13 @@ class Timeline:
         )
 
 
-def simulate_plan(plan: Plan, profile: Profile | None = None, *, steps: int = 3) -> Timeline:
+def simulate_plan(plan: Plan, profile: Profile | None = None, *, steps: int = SIMULATED_STEPS) -> Timeline:
     """Lower ``plan`` and replay it.
 
     Args:
         plan: the decisions.
         profile: of the machine to be; None: the one that the plan was solved from.
-        steps: at least 2; the last two are compared.
+        steps: at least 2; the last two are compared. Where files are used, more are simulated if it takes more.
 
     Raises:
         UsageError: there is no profile, it is of another model or of other parameters trained, or it has no figure for
@@ -88,14 +108,14 @@ def simulate_plan(plan: Plan, profile: Profile | None = None, *, steps: int = 3)
     return simulate(lower(plan, measured.stages), measured, micro_batch=plan.micro_batch, steps=steps)
 
 
-def simulate(program: Program, profile: Profile, *, micro_batch: int, steps: int = 3) -> Timeline:
+def simulate(program: Program, profile: Profile, *, micro_batch: int, steps: int = SIMULATED_STEPS) -> Timeline:
     """Replay ``steps`` consecutive steps of ``program`` with the durations of ``profile``.
 
     Args:
         program: one step, with edges that wrap into the next.
         profile: where durations come from.
         micro_batch: rows that go through a stage at once; selects the variants.
-        steps: at least 2; the last two are compared.
+        steps: at least 2; the last two are compared. Where files are used, more are simulated if it takes more.
 
     Raises:
         UsageError: the profile has no figure for an operation of the program.
@@ -105,21 +125,56 @@ def simulate(program: Program, profile: Profile, *, micro_batch: int, steps: int
     durations = _Durations(program, profile, micro_batch)
     duration_s = {op.id: durations.seconds(op) for op in program.ops.values()}
     in_line = profile.device == "cpu"
-    intervals = (
-        replay_in_line(program, duration_s, steps)
-        if in_line
-        else replay(program, duration_s, steps, durations.slowdowns())
-    )
+
+    def intervals_of(count: int) -> list[Interval]:
+        if in_line:
+            return replay_in_line(program, duration_s, count)
+        return replay(program, duration_s, count, durations.slowdowns())
+
+    if not in_line and any(op.engine in FILE_ENGINES for op in program.ops.values()):
+        intervals, period = _steady(intervals_of, steps)
+    else:
+        intervals, period = intervals_of(steps), 1
     by_step = intervals_by_step(intervals)
-    before, last = by_step[steps - 2], by_step[steps - 1]
+    last = max(by_step)
+    exposed = [
+        exposed_of_step(program, by_step[k], by_step[k - 1], in_line=in_line)
+        for k in range(last - period + 1, last + 1)
+    ]
+    engines = dict.fromkeys(engine for one in exposed for engine in one)
     return Timeline(
-        step_s=compute_end_s(last) - compute_end_s(before),
-        exposed_s=exposed_of_step(program, last, before, in_line=in_line),
+        step_s=(compute_end_s(by_step[last]) - compute_end_s(by_step[last - period])) / period,
+        exposed_s={engine: sum(one.get(engine, 0.0) for one in exposed) / period for engine in engines},
         moved_bytes=moved_bytes(program.ops.values()),
         peak_bytes=peak_bytes(program, profile, micro_batch),
         pinned_bytes=pinned_bytes(program),
         intervals=intervals,
     )
+
+
+def _steady(intervals_of: Callable[[int], list[Interval]], steps: int) -> tuple[list[Interval], int]:
+    """Intervals of enough steps, and after how many of the last ones their lengths repeat."""
+    few = max(steps, STEADY_STEPS)
+    intervals = intervals_of(few)
+    if period_of(_lengths_s(intervals), 1) == 1:
+        return intervals, 1
+    intervals = intervals_of(max(steps, MAX_STEPS))
+    return intervals, period_of(_lengths_s(intervals), MAX_PERIOD) or MAX_PERIOD
+
+
+def _lengths_s(intervals: Iterable[Interval]) -> list[float]:
+    """Of all steps but the first, from end to end on ``compute``."""
+    by_step = intervals_by_step(intervals)
+    return [compute_end_s(by_step[k]) - compute_end_s(by_step[k - 1]) for k in range(1, len(by_step))]
+
+
+def period_of(lengths_s: Sequence[float], most: int) -> int | None:
+    """The least number of steps after which the last ones repeat, seen three times; None where it is above ``most``."""
+    for period in range(1, min(most, len(lengths_s) // 3) + 1):
+        last = lengths_s[-3 * period :]
+        if all(abs(a - b) <= SAME * b for a, b in zip(last, last[period:], strict=False)):
+            return period
+    return None
 
 
 class _Durations:

@@ -10,10 +10,9 @@ from typing import Any
 from lazysched.errors import UsageError
 from lazysched.schemas import Curve, Engine, Plan, Profile, Rate, SaveVariant, Schema, Tier, Timing
 from lazysched.schemas.executable import check_executable, executes_files
-from lazysched.solver.judge import SIMULATED_STEPS
 from lazysched.solver.many import Answer, Request, answer_all
 from lazysched.solver.pins import kept_pins
-from lazysched.solver.simulate import Timeline, simulate_plan
+from lazysched.solver.simulate import SIMULATED_STEPS, Timeline, simulate_plan
 from lazysched.units import format_bytes
 
 MORE_BYTES = 10**9

@@ -137,9 +137,7 @@ class WindowReplay:
         head = kept[:, -1] + instance.head_variant.working_backward_bytes / 1e9
         embed = instance.embed_variant
         ends = max(embed.working_forward_bytes, embed.working_backward_bytes) / 1e9
-        updates = (on_gpu * self.stage_row("gpu_update_working_gb")).max(1)
-        for working in self.ends("gpu_update_working_gb", batch, gpu=True):
-            updates = np.maximum(updates, working)
+        updates = self._updates_gb(batch, kept)
         staging, records = self._file_slots_gb(batch)
         moving = instance.host_constant_gb + m * self.option_table("host_gb", batch).sum(1) + staging
         host_gb = moving + records + self._in_tier("on_host_gb", "host_gb", batch)
@@ -148,6 +146,20 @@ class WindowReplay:
         base = base + instance.mapping_gb_per_gb * moved_gb
         gpu_gb = base + np.maximum(np.maximum(blocks, head), np.maximum(ends, updates))
         return Memory(gpu_gb, host_gb, moved_gb, nvme_gb)
+
+    def _updates_gb(self, batch: ChoiceBatch, kept: Floats) -> Floats:
+        """N: the most that a GPU update works with, and what blocks before keep beside one that is not put off.
+
+        ``kept``: N x L, what blocks 0..i keep on the GPU, inputs aside.
+        """
+        own = (batch.states == GPU) * self.stage_row("gpu_update_working_gb")
+        embed, head = self.ends("gpu_update_working_gb", batch, gpu=True)
+        if not self.instance.update.waits_for_norm:
+            own[:, 1:] += kept[:, :-1]
+            own += self.m * self.option_table("still_remade_gb", batch)
+            head = head + kept[:, -1]
+        most: Floats = np.maximum(own.max(1), np.maximum(embed, head))
+        return most
 
     def _in_tier(self, cost: str, attribute: str, batch: ChoiceBatch) -> Floats:
         """N: of blocks what ``cost`` says of their states, of embedding and head ``attribute``."""

@@ -26,6 +26,7 @@ from tests.solver.synthetic import tiny_profile
 
 EXACT = Update()
 EARLY = Update(clip_norm=None, check_finite=False)
+MB = 1_000_000
 FAST_CPU, SLOW_CPU = 100e6, 20e6
 """Parameters per second: an update of a block in fp32 takes less than its forward, or more than its backward."""
 PLENTY = Budgets(1e3, 1e3)
@@ -51,10 +52,12 @@ def drawn(instance: Instance, generator: random.Random) -> Choices:
 
 
 def cases(
-    tied: bool, offload: bool, update: Update = EXACT, cpu_params_per_s: float = FAST_CPU
+    tied: bool, offload: bool, update: Update = EXACT, cpu_params_per_s: float = FAST_CPU, saved_bytes: int = 20 * MB
 ) -> list[tuple[Profile, Instance, Choices]]:
     generator = random.Random(7)
-    profile = tiny_profile(6, micro_batches=(1, 2), tied=tied, cpu_params_per_s=cpu_params_per_s)
+    profile = tiny_profile(
+        6, micro_batches=(1, 2), tied=tied, cpu_params_per_s=cpu_params_per_s, saved_bytes=saved_bytes
+    )
     result = []
     formats: Iterator[StateFormat] = itertools.cycle(("hybrid8", "fp32"))
     for candidate, state_format in zip(CANDIDATES, formats, strict=False):
@@ -67,8 +70,12 @@ def cases(
 
 class TestMemory:
     @pytest.mark.parametrize("tied", [False, True])
-    def test_window_replay_has_the_peaks_of_the_program_to_the_byte(self, tied: bool) -> None:
-        for profile, instance, choices in cases(tied, offload=False):
+    @pytest.mark.parametrize(("update", "saved_bytes"), [(EXACT, 20 * MB), (EARLY, 20 * MB), (EARLY, 2 * MB)])
+    def test_window_replay_has_the_peaks_of_the_program_to_the_byte(
+        self, tied: bool, update: Update, saved_bytes: int
+    ) -> None:
+        """With little saved, an early update in fp32 needs most, beside what blocks before it keep."""
+        for profile, instance, choices in cases(tied, offload=False, update=update, saved_bytes=saved_bytes):
             evaluation = WindowReplay(instance).evaluate(ChoiceBatch.of([choices]))
             timeline = replayed(profile, instance, choices)
             peaks = timeline.peak_bytes
@@ -95,8 +102,9 @@ class TestMemory:
             assert round((evaluation.gpu_gb[0] - spare_gb) * 1e9) == peaks["gpu"]
             assert round(evaluation.host_gb[0] * 1e9) == peaks["host"]
 
-    def test_rows_allow_exactly_what_fits(self) -> None:
-        for _, instance, choices in cases(False, offload=True)[::4]:
+    @pytest.mark.parametrize(("update", "saved_bytes"), [(EXACT, 20 * MB), (EARLY, 2 * MB)])
+    def test_rows_allow_exactly_what_fits(self, update: Update, saved_bytes: int) -> None:
+        for _, instance, choices in cases(False, offload=True, update=update, saved_bytes=saved_bytes)[::4]:
             evaluation = WindowReplay(instance).evaluate(ChoiceBatch.of([choices]))
             gpu_gb, host_gb = float(evaluation.gpu_gb[0]), float(evaluation.host_gb[0])
             least = 2e-6  # GB, above the solver's tolerance

@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 
 from lazysched.schemas import Plan, StagePlan, Update
-from lazysched.solver import solve
+from lazysched.solver import simulate_plan, solve
 from lazysched.solver.choice_batch import ChoiceBatch
 from lazysched.solver.instance import Candidate, Instance
 from lazysched.solver.measured import offload_limits
 from lazysched.solver.memory_rows import Budgets
-from lazysched.solver.options import EXECUTABLE, STATE_CHOICES
+from lazysched.solver.options import EVERYTHING, EXECUTABLE, RESIDENT, STATE_CHOICES, STREAMED
 from lazysched.solver.plans import Choices
 from lazysched.solver.recipes import COARSE, RULES, best_of_rule, candidates_of_rule, rules_within
+from lazysched.solver.search import TIE
+from lazysched.solver.simulate import SIMULATED_STEPS
 from lazysched.solver.window_replay import WindowReplay
 from tests.solver.synthetic import tiny_profile
+from tests.solver.test_file_plans import FAST, with_files
 
 MB = 1_000_000
-PREFETCH_DEPTHS = (1, 2)
+PREFETCH_DEPTHS, D2H_LAGS = (1, 2), (1, 2)
 HOLDS: dict[str, Callable[[StagePlan], bool]] = {
     "keep all activations": lambda s: s.save == "all" and s.input_tier == "gpu",
     "checkpoint every block": lambda s: s.save == "input" and s.input_tier == "gpu",
@@ -72,8 +76,8 @@ def test_one_variant_gets_its_best_residency_and_depth(gpu_gb: float, cpu_params
     profile = tiny_profile(5, cpu_params_per_s=cpu_params_per_s)
     rule, budgets = next(r for r in RULES if r.saves == "one" and r.segment == 1), Budgets(gpu_gb, 1.0)
     limits = {1: offload_limits(profile, 1)}
-    candidates = candidates_of_rule(rule, {1: 1}, limits, ("pinned",), PREFETCH_DEPTHS, 5)
-    assert candidates == [Candidate(1, 1, depth) for depth in PREFETCH_DEPTHS]
+    candidates = candidates_of_rule(rule, {1: 1}, limits, ("pinned",), PREFETCH_DEPTHS, D2H_LAGS, 5)
+    assert candidates == [Candidate(1, 1, depth, lag) for lag in D2H_LAGS for depth in PREFETCH_DEPTHS]
     instances = [Instance(profile, candidate, "hybrid8", Update()) for candidate in candidates]
     best_s = []
     for instance in instances:
@@ -84,12 +88,49 @@ def test_one_variant_gets_its_best_residency_and_depth(gpu_gb: float, cpu_params
     assert found.step_s == pytest.approx(min(best_s))
 
 
+def test_a_recipe_gets_its_best_lag() -> None:
+    """Where what leaves sets the pace, a second slot for it pays."""
+    profile = tiny_profile(
+        6, block_params=300_000, vocabulary_params=100_000, saved_bytes=MB, link_bytes_per_s=6e7, cpu_params_per_s=3e8
+    )
+    solution = solve(profile, batch_size=2, gpu_memory_bytes=1000 * MB, host_memory_bytes=1000 * MB, time_limit_s=60)
+    recipe = next(r for r in solution.recipes if r.name == "checkpoint every block, inputs on host")
+    assert recipe.plan is not None
+    assert recipe.timeline is not None
+    steps = [
+        simulate_plan(recipe.plan.model_copy(update={"d2h_lag": lag, "profile": profile}), steps=SIMULATED_STEPS).step_s
+        for lag in D2H_LAGS
+    ]
+    assert steps[1] < steps[0] * 0.99
+    assert recipe.timeline.step_s == min(steps)
+
+
+@pytest.mark.parametrize(("gpu_gb", "host_gb"), [(0.04, 0.06), (0.05, 0.04)])
+def test_a_recipe_has_in_files_what_is_best_there(gpu_gb: float, host_gb: float) -> None:
+    """Against all splits: first blocks on the GPU, then resident weights, then the host, the last in files."""
+    profile = with_files(tiny_profile(4), FAST)
+    rule, budgets = next(r for r in RULES if r.name == "checkpoint every block"), Budgets(gpu_gb, host_gb, nvme_gb=1.0)
+    instance = Instance(profile, Candidate(1, 1), "hybrid8", Update(), (), replace(EVERYTHING, segments=(1,)))
+    found = best_of_rule(rule, [instance], lambda _: budgets)
+    assert found is not None
+    assert WindowReplay(instance).memory(ChoiceBatch.of([found.choices])).nvme_gb[0] > 0
+    save = found.choices.saves
+    rows = [
+        Choices(states, save, kind)
+        for states in itertools.product(STATE_CHOICES, repeat=4)
+        for kind in range(len(instance.vocabulary_options))
+        if list(states) == sorted(states, key=("gpu", *RESIDENT, *STREAMED).index)
+    ]
+    evaluation = WindowReplay(instance).evaluate(ChoiceBatch.of(rows))
+    assert found.step_s == pytest.approx(min(evaluation.step_s[evaluation.fits(budgets)]), rel=TIE)
+
+
 def test_inputs_may_be_split_between_gpu_and_host() -> None:
     """With room for two of four inputs beside the slots, two go to the host."""
     profile = tiny_profile(4)
     rule = next(rule for rule in rules_within(EXECUTABLE) if len(rule.tiers) > 1)
     limits = {1: offload_limits(profile, 1)}
-    candidates = candidates_of_rule(rule, {1: 1}, limits, ("pinned",), PREFETCH_DEPTHS, 4)
+    candidates = candidates_of_rule(rule, {1: 1}, limits, ("pinned",), PREFETCH_DEPTHS, D2H_LAGS, 4)
     instances = [Instance(profile, candidate, "hybrid8", Update()) for candidate in candidates]
     moving = instances[1]
     options = [k for k, o in enumerate(moving.saves[0]) if o.variant.name == "input" and o.tier == "host"]

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib import import_module
+from itertools import pairwise
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lazysched.errors import InfeasibleError, MoreMemory, SmallerBatch, SmallerState, UsageError
-from lazysched.schemas import Profile, Rate, StateFormat
-from lazysched.solver import Solution, solve
-from lazysched.solver.options import EVERYTHING
-from lazysched.solver.remedies import NUM_FIGURES
+from lazysched.errors import InfeasibleError, MoreMemory, SmallerBatch, SmallerState, TimeLimitError, UsageError
+from lazysched.schemas import Profile, Rate, StateFormat, Update
+from lazysched.solver import Solution, infeasible, solve
+from lazysched.solver.highs import Outcome
+from lazysched.solver.instance import Instance
+from lazysched.solver.options import EVERYTHING, EXECUTABLE
+from lazysched.solver.remedies import NUM_FIGURES, explain
 from lazysched.units import parse_bytes
 from tests.solver.synthetic import CARD, SHAPE_3B, large_profile, tiny_profile
 from tests.solver.test_file_plans import FAST, with_files
@@ -261,3 +265,39 @@ def test_a_large_model() -> None:
     for remedy in error.remedies:
         assert not isinstance(remedy, SmallerState)
     check_all(asked, error)
+
+
+class TestWithoutTime:
+    """On a busy machine HiGHS may find nothing at all within its seconds."""
+
+    @pytest.fixture(autouse=True)
+    def _highs_finds_nothing(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        none = Outcome("time_limit", math.inf, 0.0)
+        monkeypatch.setattr(infeasible, "solve_problem", lambda *_, **__: none)
+
+    def test_remedies_are_found_and_work(self) -> None:
+        asked = Asked(large_profile(SHAPE_3B, CARD, 32, micro_batches=(1, 4)), 16, 5 * GB, 24 * GB)
+        error = asked.refused()
+        assert error.missing_bytes
+        for change in parsed(asked, str(error)):
+            remedied = replace(asked, **change)
+            assert keeps(remedied.solve(), remedied), change
+
+    def test_what_a_larger_batch_needs_suffices_for_a_smaller_one(self) -> None:
+        asked = Asked(large_profile(SHAPE_3B, CARD, 32, micro_batches=(1, 4)), 16, 5 * GB, 24 * GB)
+        missing = [replace(asked, batch_size=size).refused().missing_bytes for size in (8, 12, 16)]
+        for less, more in pairwise(missing):
+            assert set(more) <= set(less)
+            assert all(less[tier] <= more[tier] * 1.01 for tier in more)
+
+    def test_it_is_not_said_that_nothing_fits_where_that_is_not_certain(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(infeasible, "nearest", lambda *_: None)
+        profile = tiny_profile(3)
+        problem = infeasible.Question(
+            profile, 1, {"gpu": 1 * GB, "host": 1 * GB, "nvme": 0}, "hybrid8", EXECUTABLE.without_files(),
+            lambda candidate, form, scope: Instance(profile, candidate, form, Update(), (), scope), 0,
+        )  # fmt: skip
+        sought = infeasible.fitting(problem)
+        assert sought.nearest is None
+        assert not sought.proven
+        assert isinstance(explain(problem, sought.proven), TimeLimitError)

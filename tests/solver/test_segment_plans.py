@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from lazysched.errors import InfeasibleError
-from lazysched.schemas import Curve, Profile, Update
+from lazysched.schemas import Curve, Profile, StateFormat, Update
 from lazysched.solver import Solution, solve
 from lazysched.solver.bounds import count_bound_s
 from lazysched.solver.choice_batch import ChoiceBatch
@@ -41,8 +41,10 @@ def slower_links(profile: Profile, factor: float) -> Profile:
     return profile.model_copy(update={"links": {**profile.links, **slowed}})
 
 
-def instance_of(profile: Profile, candidate: Candidate, update: Update = EXACT) -> Instance:
-    return Instance(profile, replace(candidate, segments=LENGTHS), "hybrid8", update, (), SCOPE)
+def instance_of(
+    profile: Profile, candidate: Candidate, update: Update = EXACT, state_format: StateFormat = "hybrid8"
+) -> Instance:
+    return Instance(profile, replace(candidate, segments=LENGTHS), state_format, update, (), SCOPE)
 
 
 def drawn_saves(instance: Instance, generator: random.Random) -> Iterator[int]:
@@ -64,21 +66,28 @@ def drawn(instance: Instance, generator: random.Random, alike: bool) -> Choices:
     return Choices(tuple(states), tuple(drawn_saves(instance, generator)), vocabulary)
 
 
-def cases(update: Update, slowdown: float) -> Iterator[tuple[Profile, Instance, Choices]]:
+def cases(
+    update: Update, slowdown: float, state_format: StateFormat = "hybrid8", saved_bytes: int = 20 * MB
+) -> Iterator[tuple[Profile, Instance, Choices]]:
     """Random segments; in every second case all blocks have the same state."""
     generator = random.Random(5)
     for tied in (False, True):
-        profile = slower_links(tiny_profile(NUM_BLOCKS, micro_batches=(1, 2), tied=tied), slowdown)
+        profile = slower_links(
+            tiny_profile(NUM_BLOCKS, micro_batches=(1, 2), tied=tied, saved_bytes=saved_bytes), slowdown
+        )
         for candidate in CANDIDATES:
             for limit in offload_limits(profile, candidate.micro_batch)[:2]:
-                instance = instance_of(profile, replace(candidate, offload_limit_bytes=limit), update)
+                instance = instance_of(profile, replace(candidate, offload_limit_bytes=limit), update, state_format)
                 assert instance.has_segments
                 for alike in (False, True):
                     yield profile, instance, drawn(instance, generator, alike)
 
 
-def test_window_replay_has_peaks_and_traffic_of_the_program() -> None:
-    for profile, instance, choices in cases(EXACT, 1):
+@pytest.mark.parametrize(("update", "state_format", "saved_bytes"), [(EXACT, "hybrid8", 20 * MB), (EARLY, "fp32", MB)])
+def test_window_replay_has_peaks_and_traffic_of_the_program(
+    update: Update, state_format: StateFormat, saved_bytes: int
+) -> None:
+    for profile, instance, choices in cases(update, 1, state_format, saved_bytes):
         replay, batch = WindowReplay(instance), ChoiceBatch.of([choices])
         assert replay.whole(batch)[0]
         memory, timeline = replay.memory(batch), replayed(profile, instance, choices)

@@ -7,6 +7,7 @@ import pytest
 from lazysched.errors import UsageError
 from lazysched.schemas import Buffer, Curve, Op, Program, Rate, SaveVariant, Timing
 from lazysched.solver import simulate
+from lazysched.solver.simulate import period_of
 from tests.solver.synthetic import tiny_profile
 
 MB = 1_000_000
@@ -176,3 +177,11 @@ class TestRefusals:
     def test_one_step_shows_no_steady_state(self) -> None:
         with pytest.raises(UsageError, match="steps"):
             simulate(program([op("a", "compute")], []), tiny_profile(), micro_batch=1, steps=1)
+
+
+class TestSteady:
+    def test_the_period_in_which_steps_repeat(self) -> None:
+        assert period_of([5.0, 2.0, 1.0, 1.0, 1.0], 8) == 1
+        assert period_of([9.0, *[1.0, 2.0] * 4], 8) == 2
+        assert period_of([9.0, *[1.0, 1.0, 2.0] * 3], 8) == 3
+        assert period_of([1.0, 2.0, 3.0, 4.0, 5.0, 6.0], 8) is None

@@ -25,7 +25,7 @@ from lazysched.solver.measured import offload_limits
 from lazysched.solver.memory_rows import Budgets
 from lazysched.solver.options import STATE_CHOICES
 from lazysched.solver.plans import Choices, make_plan
-from tests.solver.synthetic import CARD, FAST, SHAPE_3B, SHAPE_7B, Shape, large_profile, tiny_profile
+from tests.solver.synthetic import CARD, FAST, SHAPE_3B, SHAPE_7B, Shape, large_profile, timing, tiny_profile
 
 GAP = 0.01
 MB = 1_000_000
@@ -145,6 +145,22 @@ class TestByHand:
     def test_accumulation_is_micro_batches_per_batch(self) -> None:
         plan = solved(tiny_profile(2, micro_batches=(1, 2, 4)), 1000 * MB, batch_size=4).plan
         assert plan.micro_batch * plan.accumulation == 4
+
+    def test_a_longer_forward_for_a_shorter_backward_pays_where_updates_on_the_host_bind(self) -> None:
+        """T = backward + updates: what a variant adds to the forward hides beside the updates."""
+        profile = tiny_profile(4, link_bytes_per_s=1e10, cpu_params_per_s=40e6)
+        most = profile.variants["block"][1][0]
+        forward_s, backward_s = most.forward.seconds * 1.45, most.backward.seconds * 0.8
+        odd = {"name": "odd", "forward": timing(forward_s), "backward": timing(backward_s)}
+        both = {1: [*profile.variants["block"][1], most.model_copy(update=odd)]}
+        other = profile.model_copy(update={"variants": {**profile.variants, "block": both}})
+        assert forward_s + backward_s > most.forward.seconds + most.backward.seconds
+        pins = [f"{stage}.state=host" for stage in ("embed", "block[0:4]", "head")]
+        steps = [
+            solve(p, batch_size=1, gpu_memory_bytes=1000 * MB, host_memory_bytes=1000 * MB, pins=pins).timeline.step_s
+            for p in (profile, other)
+        ]
+        assert steps[1] < steps[0] * 0.97
 
 
 class TestAlways:
