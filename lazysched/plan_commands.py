@@ -161,20 +161,24 @@ def solve_sweep(profile: Profile, sweep: Sweep, settings: Mapping[str, Any], out
         points = run_sweep(
             profile, sweep, settings, lambda done: status.update(f"solved for {done} of {count} budgets")
         )
-    console.print(frontier_table(sweep, points))
     table_file = output.with_suffix(".csv")
     save_frontier(table_file, points)
-    written = [table_file]
-    if output != table_file:
-        plan = best_of(points)
+    written, plan = [table_file], None
+    try:
+        if output != table_file:
+            plan = best_of(points)
+            plan.model_copy(update={"profile": profile}).save(output)
+            written.append(output)
+    finally:  # where nothing fits, the table says so
+        console.print(frontier_table(sweep, points))
+    if plan is not None:
         say_if_not_executable(plan, console)
-        plan.model_copy(update={"profile": profile}).save(output)
-        written.append(output)
     console.print(f"wrote {', '.join(map(str, written))}", highlight=False, markup=False)
 
 
-def solve_batches(profile: Profile, settings: Mapping[str, Any], console: Console) -> Solution:
-    """Look for the batch of the largest throughput and say what was tried."""
+def solve_batches(profile: Profile, settings: Mapping[str, Any]) -> Solution:
+    """Look for the batch of the largest throughput and say on stderr what was tried."""
+    console = Console(stderr=True)
     from lazysched.solver.batch_size import largest_throughput
 
     def tell(tried: TriedBatch) -> None:

@@ -95,10 +95,10 @@ def solve(
     from lazysched.solver.report import print_solution
 
     if rows is None:
-        solution = plan_commands.solve_batches(measured, settings, console)
+        solution = plan_commands.solve_batches(measured, settings)
     else:
         solution = find_plan(measured, batch_size=rows, **settings)
+    solution.plan.save(output)  # before anything is said: whoever reads the output may go away
     print_solution(solution, measured, console)
     file_options.say_if_not_executable(solution.plan, console)
-    solution.plan.save(output)
     console.print(f"wrote {output}", highlight=False, markup=False)

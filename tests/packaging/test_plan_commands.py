@@ -184,7 +184,7 @@ class TestSolvingManyTimes:
     def test_the_batch_of_the_largest_throughput(self, capsys: pytest.CaptureFixture[str]) -> None:
         arguments = ["solve", "profile.json", "--batch-size", "auto", "--gpu-memory", "1GB", "--host-memory", "1GB"]
         assert main([*arguments, "-o", "new.json"]) == 0
-        text = capsys.readouterr().out
+        text = capsys.readouterr().err
         assert "batch of 1: " in text
         assert "batch of 2: " in text
         assert Plan.load("new.json").batch_size in (1, 2)
