@@ -21,17 +21,18 @@ def profile_to_solve(
     seq_len: int | None,
     micro_batches: Sequence[int] | None,
 ) -> Profile:
-    """The profile in a file, or the estimate of a model on a kind of machine; never loads torch.
+    """The profile in a file, cut to ``micro_batches``, or a model's estimate on a kind of machine; never loads torch.
 
     Raises:
         UsageError: neither or both were asked for, or one of their files is wrong.
     """
-    estimating = {"--hardware": hardware, "--model": model, "--seq-len": seq_len, "--micro-batch": micro_batches}
+    estimating = {"--hardware": hardware, "--model": model, "--seq-len": seq_len}
     if profile_file is not None:
         given = [flag for flag, value in estimating.items() if value]
         if given:
             raise UsageError(f"{given[0]}: means nothing beside PROFILE {profile_file}; leave one of them out")
-        return Profile.load(profile_file)
+        profile = Profile.load(profile_file)
+        return _of_sizes(profile, micro_batches) if micro_batches else profile
     if hardware is None:
         raise UsageError("PROFILE: missing; name what `lazysched profile` wrote, or --hardware with --model")
     if model is None:
@@ -45,6 +46,22 @@ def profile_to_solve(
     return estimate(
         machine, shape, seq_len=seq_len or DEFAULT_SEQ_LEN, micro_batches=micro_batches or DEFAULT_MICRO_BATCHES
     )
+
+
+def _of_sizes(profile: Profile, micro_batches: Sequence[int]) -> Profile:
+    """``profile`` without the figures of other micro-batches, so that a plan has one of these."""
+    known = {size for by_size in profile.variants.values() for size in by_size}
+    for size in micro_batches:
+        if size not in known:
+            listed = ", ".join(map(str, sorted(known))) or "none"
+            raise UsageError(f"--micro-batch: {size}: the profile has figures for {listed}; profile this one too")
+
+    variants = {
+        structure: {size: found for size, found in by_size.items() if size in micro_batches}
+        for structure, by_size in profile.variants.items()
+    }
+    arguments = {size: num_bytes for size, num_bytes in profile.argument_bytes.items() if size in micro_batches}
+    return profile.model_copy(update={"variants": variants, "argument_bytes": arguments})
 
 
 _OF_THE_MODEL = ("model", "dtype", "seq_len", "micro_batch", "compiled", "packing", "from_run", "profile_file")

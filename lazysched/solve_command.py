@@ -29,7 +29,8 @@ def solve(
     model: Annotated[str | None, typer.Option(help="The config.json of the model to estimate for.")] = None,
     seq_len: Annotated[int | None, typer.Option(min=1, help="Tokens of one row in an estimate. [1024]")] = None,
     micro_batch: Annotated[
-        list[int] | None, typer.Option(min=1, help="Rows that go through at once in an estimate. [1 2 4 8]")
+        list[int] | None,
+        typer.Option(min=1, help="Rows that go through at once; repeat it for more. [those of PROFILE; 1 2 4 8]"),
     ] = None,
     gpu_memory: Annotated[
         str | None, typer.Option(help="Most GPU memory, as 24GB. [what was free, beside a GPU less 0.5 GB]")

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lazysched.schemas import Plan, Profile, StagePlan, Tier
+from lazysched.solver.pin_checks import remarks
 from lazysched.solver.recipes import Recipe
 from lazysched.solver.simulate import Timeline
 from lazysched.solver.solution import Solution
@@ -30,6 +31,8 @@ def print_solution(solution: Solution, profile: Profile, console: Console) -> No
         limit = format_bytes(profile.pin_limit_bytes)
         console.print(f"host memory: pageable, because only {limit} can be page-locked", highlight=False)
     console.print(_stages_table(plan))
+    for remark in remarks(plan, profile.stages):
+        console.print(remark, highlight=False, markup=False)
     console.print(_prediction_table(plan, timeline, profile.pin_limit_bytes))
     console.print(_recipes_table(solution))
     report = plan.solver

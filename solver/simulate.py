@@ -23,6 +23,7 @@ from lazysched.errors import UsageError
 from lazysched.layout import mapping_bytes
 from lazysched.lower import lower
 from lazysched.schemas import Curve, Engine, Op, Plan, Prediction, Profile, Program, Rate, SaveVariant, Tier
+from lazysched.solver.pins import parse_pins
 from lazysched.solver.replay import replay, replay_in_line
 from lazysched.timeline import Interval, both_ways, compute_end_s, exposed_of_step, intervals_by_step, moved_bytes
 
@@ -72,7 +73,8 @@ def simulate_plan(plan: Plan, profile: Profile | None = None, *, steps: int = 3)
         steps: at least 2; the last two are compared.
 
     Raises:
-        UsageError: there is no profile, it is of another model, or it has no figure for what the plan does.
+        UsageError: there is no profile, it is of another model, or it has no figure for what the plan does; or the
+            plan has pins that are none.
     """
     measured = profile or plan.profile
     if measured is None:
@@ -81,7 +83,9 @@ def simulate_plan(plan: Plan, profile: Profile | None = None, *, steps: int = 3)
         raise UsageError(
             f"profile: model_id: measured with {measured.model_id}, the plan is for {plan.model_id}; name another"
         )
-    return simulate(lower(plan, measured.stages), measured, micro_batch=plan.micro_batch, steps=steps)
+    program = lower(plan, measured.stages)
+    parse_pins(plan.pins, measured.stages)  # none of them is used here, but nonsense should not wait for ``explain``
+    return simulate(program, measured, micro_batch=plan.micro_batch, steps=steps)
 
 
 def simulate(program: Program, profile: Profile, *, micro_batch: int, steps: int = 3) -> Timeline:

@@ -12,6 +12,7 @@ from lazysched.solver.input_checks import check_arguments, check_file_links, che
 from lazysched.solver.measured import check_profile, host_memories
 from lazysched.solver.options import EVERYTHING, EXECUTABLE, Scope
 from lazysched.solver.outer_search import Search
+from lazysched.solver.pin_checks import check_pins
 from lazysched.solver.pins import parse_pins
 from lazysched.solver.solution import Solution
 from lazysched.solver.space import Settings
@@ -77,9 +78,10 @@ def solve(
     memories = host_memories(profile, budget_bytes["host"])
     check_profile(profile, optimizer_state, memories)
     update = _update(max_grad_norm, check_finite)
+    fixed = parse_pins(pins, profile.stages)
+    check_pins(fixed, profile, scope)
     settings = Settings(
-        profile, batch_size, budget_bytes, memories, update, optimizer_state, parse_pins(pins, profile.stages),
-        scope, time_limit_s, gap, seed,
+        profile, batch_size, budget_bytes, memories, update, optimizer_state, fixed, scope, time_limit_s, gap, seed,
     )  # fmt: skip
     return Search(settings).run()
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, model_validator
 
 from lazysched.schemas.base import AttentionBackend, Document, Dtype, Engine, Schema, Tier
+from lazysched.schemas.plan_variants import check_against, check_sizes, missing_variants
 from lazysched.schemas.profile import Profile, SaveVariant
 
 if TYPE_CHECKING:
@@ -14,6 +15,8 @@ if TYPE_CHECKING:
 
 StateFormat = Literal["fp32", "hybrid8"]
 """Format of optimizer state: the exact reference, or 8-bit moments with fp32 ones for small tensors."""
+MAX_AHEAD = 512
+"""Most of ``prefetch_depth`` and ``d2h_lag``: as many blocks as can be solved for."""
 FP32_STATE_ELEMENTS = 4096
 """By default tensors with at most so many elements keep fp32 state in format ``hybrid8``."""
 HostMemory = Literal["pinned", "pageable"]
@@ -120,9 +123,9 @@ class Plan(Document):
     """Whether a row holds several samples, which do not see each other."""
     argument_bytes: int = Field(default=0, ge=0)
     """GPU bytes of masks and position tables of a packed micro-batch; 0 without packing."""
-    prefetch_depth: int = Field(default=1, ge=1)
+    prefetch_depth: int = Field(default=1, ge=1, le=MAX_AHEAD)
     """How many stages ahead weights and saved tensors are fetched."""
-    d2h_lag: int = Field(default=1, ge=0)
+    d2h_lag: int = Field(default=1, ge=0, le=MAX_AHEAD)
     """How many copies to the host may still run when compute goes on."""
     host_memory: HostMemory = "pinned"
     """Whether what a GPU copies from and to the host is page-locked there; state, which never moves, is not."""
@@ -135,7 +138,7 @@ class Plan(Document):
     """``structure:name`` -> the variant, embedded; ``variant_key`` makes the key."""
     pins: list[str] = Field(default_factory=list)
     """Decisions that were fixed by hand when it was solved, as ``block[0:4].weights=gpu``; editing may undo them."""
-    budget_bytes: dict[Tier, int]
+    budget_bytes: dict[Tier, Annotated[int, Field(ge=0)]]
     context_bytes: int = Field(default=0, ge=0)
     """Of the GPU's budget, what the driver context and libraries take outside the plan's buffers."""
     predicted: Prediction | None = None
@@ -171,7 +174,11 @@ class Plan(Document):
                 raise ValueError(f"stages.{stage_id}: weights on nvme need state on nvme")
         return self
 
-
-def variant_key(structure: str, name: str) -> str:
-    """Key of a variant in ``Plan.variants``."""
-    return f"{structure}:{name}"
+    @model_validator(mode="after")
+    def _variants_are_the_profiles(self) -> Plan:
+        check_sizes(self.variants)
+        if self.profile is not None:
+            check_against(self.profile, self.variants, self.micro_batch)
+            # An edit of ``save`` may name what no stage had: the plan then embeds it like the others.
+            self.variants.update(missing_variants(self.profile, self.variants, self.micro_batch, self.stages))
+        return self

@@ -126,6 +126,7 @@ def test_plan_whose_saved_bytes_are_wrong(files: Files, capsys: pytest.CaptureFi
         variants = measured[str(plan["micro_batch"])]
         variant = next(variant for variant in variants if variant["name"] == "all")
         variant["saved"]["intermediates"] += 256
+        plan["profile"] = None  # or the plan would contradict it
         plan["variants"]["LlamaDecoderLayer:all"] = variant
         for stage, choice in plan["stages"].items():
             if stage.startswith("block."):

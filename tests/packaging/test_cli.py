@@ -111,7 +111,7 @@ def refused(capsys: pytest.CaptureFixture[str], arguments: list[str], exit_code:
         (["solve", "profile.json", "--seq-len", "8", "--batch-size", "2", "-o", "p.json"], "--seq-len: means nothing"),
         (
             ["solve", "profile.json", "--micro-batch", "2", "--batch-size", "2", "-o", "p.json"],
-            "--micro-batch: means nothing",
+            "--micro-batch: 2: the profile has figures for none",
         ),
         (
             ["solve", "--hardware", "rtx490", "--model", "c.json", "--batch-size", "2", "-o", "p.json"],
