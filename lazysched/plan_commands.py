@@ -15,6 +15,7 @@ from rich.console import Console
 from lazysched.errors import UsageError
 from lazysched.file_options import say_if_not_executable
 from lazysched.schemas import Plan, Profile
+from lazysched.schemas.base import is_a, read_data
 
 if TYPE_CHECKING:
     from lazysched.solver import Solution
@@ -24,7 +25,9 @@ if TYPE_CHECKING:
 PlanArgument = Annotated[Path, typer.Argument(metavar="PLAN", help="What `lazysched solve` wrote.")]
 ProfileOption = Annotated[
     Path | None,
-    typer.Option("--profile", metavar="PROFILE", help="Of another machine. [the one that the plan carries]"),
+    typer.Option(
+        "--profile", metavar="PROFILE", help="Of another machine, or a plan that carries one. [the one of PLAN]"
+    ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="JSON instead of words.")]
 
@@ -107,10 +110,25 @@ def compare(
 
 def _plan_and_profile(plan_file: Path, profile_file: Path | None) -> tuple[Plan, Profile]:
     plan = Plan.load(plan_file)
-    profile = plan.profile if profile_file is None else Profile.load(profile_file)
+    profile = plan.profile if profile_file is None else profile_in(profile_file)
     if profile is None:
         raise UsageError(f"{plan_file}: profile: null, as in a plan written by hand; name one with --profile")
     return plan, profile
+
+
+def profile_in(path: Path) -> Profile:
+    """The profile in a file, or the one that the plan there carries.
+
+    Raises:
+        UsageError: the file holds neither.
+    """
+    data = read_data(path)
+    if not is_a("Plan", data):
+        return Profile.check(data, str(path))
+    profile = Plan.check(data, str(path)).profile
+    if profile is None:
+        raise UsageError(f"--profile: {path}: is a plan without a profile, as written by hand; name a profile")
+    return profile
 
 
 # ---- solving many times

@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 
 from lazysched import file_options, plan_commands
-from lazysched.cli_hardware import profile_to_solve
+from lazysched.cli_hardware import profile_to_solve, say_if_above_the_card
 from lazysched.outputs import require_folder_of
 from lazysched.units import parse_bytes
 
@@ -81,6 +81,7 @@ def solve(
     files = file_options.file_settings(nvme, nvme_dir, not_executable, budgets)
     measured = profile_to_solve(profile_file, hardware, model, seq_len, micro_batch)
     gpu_memory_bytes = None if gpu_memory is None else parse_bytes(gpu_memory, "--gpu-memory")
+    say_if_above_the_card(measured, gpu_memory_bytes)
     host_memory_bytes = None if host_memory is None else parse_bytes(host_memory, "--host-memory")
     settings: dict[str, Any] = {
         "gpu_memory_bytes": gpu_memory_bytes, "host_memory_bytes": host_memory_bytes, **files,

@@ -245,7 +245,22 @@ def test_an_estimate_takes_the_place_of_a_profile(
     assert profile is not None
     assert (profile.estimated, profile.seq_len) == (True, 512)
     assert sorted(profile.variants["LlamaDecoderLayer"]) == [2, 4]
-    assert "the profile holds estimates" in " ".join(capsys.readouterr().out.split())
+    captured = capsys.readouterr()
+    assert "the profile holds estimates" in " ".join(captured.out.split())
+    (line,) = captured.err.splitlines()
+    assert line.startswith("note: NVIDIA GeForce RTX 4090: host memory 128 GB (assumed); assumed: a desktop with 16 ")
+    assert line.endswith("library/rtx4090.yaml")
+
+
+def test_more_gpu_memory_than_the_card_has_is_told(
+    in_tmp: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    replace_module(monkeypatch, "lazysched.solver", solve=Calls(Solution))
+    replace_module(monkeypatch, "lazysched.solver.report", print_solution=Calls())
+    PROFILE.model_copy(update={"device": "cuda", "total_bytes": {"gpu": 24 * 10**9}}).save("card.json")
+    for size, told in (("24GB", ""), ("25GB", "note: --gpu-memory 25 GB is more than the GPU's 24 GB\n")):
+        assert main(["solve", "card.json", "--batch-size", "2", "--gpu-memory", size, "-o", "new.json"]) == 0
+        assert capsys.readouterr().err == told
 
 
 def test_train_passes_the_plan_and_its_flags(in_tmp: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from lazysched.cli import main
+from lazysched.profiles.library_files import load_hardware
 from lazysched.schemas import Plan
 from lazysched.solver import solve
 from tests.packaging.test_cli import refused as refused_line
@@ -30,6 +31,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plan: Plan) -> Path:
     profile.save("profile.json")
     tiny_profile(3, link_bytes_per_s=0.1e9).save("slow.yaml")
     profile.model_copy(update={"model_id": "other"}).save("other.json")
+    load_hardware("h200").save("h.yaml")
     plan.save("plan.json")
     plan.model_copy(update={"profile": None}).save("bare.json")
     plan.model_copy(update={"model_id": "other", "profile": None}).save("other_plan.json")
@@ -50,7 +52,8 @@ class TestRefusals:
             (["absent.json"], "absent.json: no such file"),
             (["profile.json"], "profile.json: is a profile, not a plan"),
             (["bare.json"], "bare.json: profile: null, as in a plan written by hand; name one with --profile"),
-            (["plan.json", "--profile", "plan.json"], "plan.json: is a plan, not a profile"),
+            (["plan.json", "--profile", "bare.json"], "bare.json: is a plan without a profile"),
+            (["plan.json", "--profile", "h.yaml"], "h.yaml: is a hardware file, not a profile; estimate with it: "),
             (["plan.json", "--profile", "other.json"], "profile: model_id: measured with other"),
             ([], "PLAN"),
         ],
@@ -121,6 +124,10 @@ class TestSimulate:
     def test_another_machine(self, capsys: pytest.CaptureFixture[str], plan: Plan) -> None:
         assert plan.predicted is not None
         assert main(["simulate", "bare.json", "--profile", "slow.yaml", "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["step_s"] > plan.predicted.step_s
+        slow = tiny_profile(3, link_bytes_per_s=0.1e9)
+        plan.model_copy(update={"profile": slow}).save("slow_plan.json")
+        assert main(["simulate", "bare.json", "--profile", "slow_plan.json", "--json"]) == 0
         assert json.loads(capsys.readouterr().out)["step_s"] > plan.predicted.step_s
         assert main(["simulate", "plan.json", "--profile", "slow.yaml"]) == 0
         assert "the plan's own prediction, for the machine it was solved for" in capsys.readouterr().out
