@@ -34,7 +34,8 @@ class StagePlan(Schema):
     ``nvme``."""
     state_format: StateFormat = "fp32"
     save: str = "all"
-    """Name of a save variant of the stage's structure."""
+    """Name of a save variant of the stage's structure: one form of its forward and backward, called by what it keeps
+    from the one for the other. What it does not keep is computed again."""
     saved_tiers: dict[str, Tier] = Field(default_factory=dict)
     """Tier per saved tensor group of that variant, the input excepted. What a block sends away goes to one tier."""
     segment: int = Field(default=1, ge=1)
@@ -124,9 +125,10 @@ class Plan(Document):
     argument_bytes: int = Field(default=0, ge=0)
     """GPU bytes of masks and position tables of a packed micro-batch; 0 without packing."""
     prefetch_depth: int = Field(default=1, ge=1, le=MAX_AHEAD)
-    """How many stages ahead weights and saved tensors are fetched."""
+    """How many stages ahead weights and saved tensors are fetched to the GPU; each more takes a slot there."""
     d2h_lag: int = Field(default=1, ge=0, le=MAX_AHEAD)
-    """How many copies to the host may still run when compute goes on."""
+    """How many copies from the GPU to the host (device to host, D2H) may still run when compute goes on; each more
+    takes a slot on the GPU."""
     host_memory: HostMemory = "pinned"
     """Whether what a GPU copies from and to the host is page-locked there; state, which never moves, is not."""
     update: Update = Update()
