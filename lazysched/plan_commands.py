@@ -67,7 +67,7 @@ def simulate(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Predict time and memory of PLAN as it stands, edited by hand or not."""
+    """Predict time and memory of PLAN as it stands, edited by hand or not; exit code 1 where it does not fit."""
     schedule, measured = _plan_and_profile(plan, profile_file)
     if trace is not None and not trace.parent.is_dir():
         raise UsageError(f"--trace: {trace}: the folder {trace.parent} does not exist; make it first")
@@ -83,16 +83,18 @@ def simulate(
         save_chrome_trace(trace, base.program, base.timeline.intervals)
     if as_json:
         typer.echo(found.model_dump_json(indent=1))
-        return
-    console = Console()
-    print_simulation(found, console, other_profile=measured != schedule.profile)
-    if trace is not None:
-        console.print(f"wrote {trace}", highlight=False, markup=False)
+    else:
+        console = Console()
+        print_simulation(found, console, other_profile=measured != schedule.profile)
+        if trace is not None:
+            console.print(f"wrote {trace}", highlight=False, markup=False)
+    if found.over_bytes:
+        raise typer.Exit(1)
 
 
 def compare(
-    plan_a: Annotated[Path, typer.Argument(metavar="PLAN_A")],
-    plan_b: Annotated[Path, typer.Argument(metavar="PLAN_B")],
+    plan_a: Annotated[Path, typer.Argument(metavar="PLAN_A", help="What `lazysched solve` wrote.")],
+    plan_b: Annotated[Path, typer.Argument(metavar="PLAN_B", help="Another one, set against it.")],
     as_json: JsonOption = False,
 ) -> None:
     """Set decisions and predictions of two plans for one model side by side."""

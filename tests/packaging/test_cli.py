@@ -10,8 +10,9 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from typer.main import get_command
 
-from lazysched.cli import main
+from lazysched.cli import app, main
 from lazysched.errors import InfeasibleError, RunError
 from lazysched.profiles.library_files import load_hardware
 from lazysched.schemas import Hardware, Plan, Profile
@@ -143,6 +144,12 @@ def test_wrong_usage_is_one_line_and_exit_code_2(
     before = sorted(in_tmp.iterdir())
     assert named in refused(capsys, arguments)
     assert sorted(in_tmp.iterdir()) == before
+
+
+def test_every_option_says_what_it_is() -> None:
+    for command in get_command(app).commands.values():  # type: ignore[attr-defined]
+        for parameter in command.params:
+            assert getattr(parameter, "help", None), f"{command.name} {parameter.name}"
 
 
 def test_an_unknown_key_of_a_plan_is_named(in_tmp: Path, capsys: pytest.CaptureFixture[str]) -> None:

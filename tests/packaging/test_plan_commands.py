@@ -111,11 +111,11 @@ class TestSimulate:
         for stage in edited["stages"].values():
             stage["weights"] = stage["state"] = "gpu"
         Path("edited.json").write_text(json.dumps(edited), encoding="utf-8")
-        assert main(["simulate", "edited.json"]) == 0
+        assert main(["simulate", "edited.json"]) == 1
         text = capsys.readouterr().out
         assert "does not fit: gpu" in text
         assert "the prediction in the plan is stale" in text
-        assert main(["simulate", "edited.json", "--json"]) == 0
+        assert main(["simulate", "edited.json", "--json"]) == 1
         found = json.loads(capsys.readouterr().out)
         assert found["over_bytes"] == {"gpu": found["peak_bytes"]["gpu"] - 30 * MB}
         assert "peak_bytes" in found["stale"]
