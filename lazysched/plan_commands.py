@@ -196,9 +196,8 @@ def solve_sweep(profile: Profile, sweep: Sweep, settings: Mapping[str, Any], out
     console.print(f"wrote {', '.join(map(str, written))}", highlight=False, markup=False)
 
 
-def solve_batches(profile: Profile, settings: Mapping[str, Any]) -> Solution:
-    """Look for the batch of the largest throughput and say on stderr what was tried."""
-    console = Console(stderr=True)
+def solve_batches(profile: Profile, settings: Mapping[str, Any], console: Console) -> Solution:
+    """Look for the batch of the largest throughput and say on ``console`` what was tried."""
     from lazysched.solver.batch_size import largest_throughput
 
     def tell(tried: TriedBatch) -> None:

@@ -11,6 +11,7 @@ from rich.console import Console
 from lazysched import file_options, plan_commands
 from lazysched.cli_hardware import profile_to_solve, say_if_above_the_card
 from lazysched.outputs import require_folder_of
+from lazysched.progress import search_shown
 from lazysched.units import parse_bytes
 
 
@@ -96,10 +97,12 @@ def solve(
     from lazysched.solver import solve as find_plan
     from lazysched.solver.report import print_solution
 
-    if rows is None:
-        solution = plan_commands.solve_batches(measured, settings)
-    else:
-        solution = find_plan(measured, batch_size=rows, **settings)
+    progress = Console(stderr=True)
+    with search_shown(time_limit, progress) as report:
+        if rows is None:
+            solution = plan_commands.solve_batches(measured, {**settings, "report": report}, progress)
+        else:
+            solution = find_plan(measured, batch_size=rows, report=report, **settings)
     solution.plan.save(output)  # before anything is said: whoever reads the output may go away
     print_solution(solution, measured, console)
     file_options.say_if_not_executable(solution.plan, console)

@@ -191,6 +191,7 @@ def test_solve_passes_bytes_and_writes_the_plan(in_tmp: Path, monkeypatch: pytes
     replace_module(monkeypatch, "lazysched.solver.report", print_solution=show)
     assert main(["solve", "profile.json", "--batch-size", "2", spelling, "24GB", "-o", "new.json"]) == 0
     assert find_plan.positional == (PROFILE,)
+    assert callable(find_plan.pop("report"))
     assert find_plan == {
         "batch_size": 2, "gpu_memory_bytes": 24 * 10**9, "host_memory_bytes": None, "nvme_bytes": 0,
         "executable_only": True, "pins": [], "max_grad_norm": 1.0, "check_finite": True, "optimizer_state": "hybrid8",
