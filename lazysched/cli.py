@@ -3,8 +3,8 @@
 Nothing here computes. Each command reads its files first, so that a wrong one is refused at once, and imports what
 it runs only then: ``--help`` and ``solve`` never load torch.
 
-Exit codes: 0 done, 1 the run failed, 2 wrong usage, 130 interrupted, 141 whoever read the output went away (files were
-written before), 143 ended by SIGTERM after saving.
+Exit codes: 0 done, 1 the run failed or a simulated plan does not fit, 2 wrong usage, 130 interrupted, 141 whoever read
+the output went away (files were written before), 143 ended by SIGTERM after saving.
 """
 
 from __future__ import annotations
