@@ -1,7 +1,24 @@
-"""``python -m lazysched``: the command line."""
+"""Start of the program: ``lazysched`` and ``python -m lazysched``."""
+
+from __future__ import annotations
 
 import sys
 
-from lazysched.cli import main
+INTERRUPTED = 130
 
-sys.exit(main())
+
+def entry_point() -> None:
+    """Run the command line and leave with its exit code."""
+    try:
+        # Importing takes up to a second, in which Ctrl-C meets nobody else who could put it into one line.
+        from lazysched.cli import main
+
+        code = main()
+    except KeyboardInterrupt:
+        print("error: interrupted", file=sys.stderr)
+        code = INTERRUPTED
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    entry_point()

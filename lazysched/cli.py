@@ -3,11 +3,14 @@
 Nothing here computes. Each command reads its files first, so that a wrong one is refused at once, and imports what
 it runs only then: ``--help`` and ``solve`` never load torch.
 
-Exit codes: 0 done, 1 the run failed, 2 wrong usage, 130 interrupted, 143 ended by SIGTERM after saving.
+Exit codes: 0 done, 1 the run failed or a simulated plan does not fit, 2 wrong usage, 130 interrupted, 141 whoever read
+the output went away (files were written before), 143 ended by SIGTERM after saving.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,6 +22,7 @@ from rich.console import Console
 from typer.exceptions import TyperException
 
 from lazysched import data_commands, doctor_command, evaluate_command, plan_commands, plot_command, report_command
+from lazysched.__main__ import INTERRUPTED
 from lazysched.cli_hardware import measure_machine
 from lazysched.errors import LazyschedError, UsageError, short_repr
 from lazysched.outputs import require_folder_of
@@ -28,7 +32,8 @@ from lazysched.train_command import train
 from lazysched.trainable import trained_share
 from lazysched.units import parse_bytes
 
-INTERRUPTED = 130
+OUTPUT_CLOSED = 141
+"""128 and the number of SIGPIPE, as other programs at the head of a pipe end."""
 
 app = typer.Typer(
     name="lazysched",
@@ -59,6 +64,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _report(str(error), error.exit_code)
     except TyperException as error:
         return _report(f"{_with_value(error)}; see --help of the command", error.exit_code)
+    except BrokenPipeError:
+        return _output_closed()
+    except SystemExit as error:
+        if isinstance(error.__context__, BrokenPipeError):  # rich ends the process so
+            return _output_closed()
+        raise
     except OSError as error:  # a name too long, a folder that vanished: the system's own words
         return _report(f"{error.filename or 'system'}: {error.strerror or error}; check the path", 1)
     # typer turns Ctrl-C into the code 130, or into Abort where it asked something.
@@ -67,11 +78,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     if code == INTERRUPTED:
         return _report("interrupted", INTERRUPTED)
     return code if isinstance(code, int) else 0
-
-
-def entry_point() -> None:
-    """The installed program ``lazysched``."""
-    sys.exit(main())
 
 
 def _report(message: str, exit_code: int) -> int:
@@ -85,6 +91,13 @@ def _with_value(error: TyperException) -> str:
     text, cause = error.format_message().rstrip("."), error.__cause__
     value = cause.errors()[0]["input"] if isinstance(cause, ValidationError) else ""
     return text if str(value) in text else f"{text}, not {short_repr(value)}"
+
+
+def _output_closed() -> int:
+    """Nobody reads the output any more: what is still to be flushed at the end of the process goes nowhere."""
+    with contextlib.suppress(OSError, ValueError):  # a test's or a notebook's output has no descriptor
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return OUTPUT_CLOSED
 
 
 def _show_version(requested: bool) -> None:

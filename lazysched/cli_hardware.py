@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import typer
+from rich.console import Console
 
 from lazysched.errors import UsageError
 from lazysched.schemas import Hardware, Profile
+from lazysched.units import format_bytes
 
 DEFAULT_SEQ_LEN = 1024
 DEFAULT_MICRO_BATCHES = (1, 2, 4, 8)
@@ -22,37 +24,70 @@ def profile_to_solve(
     micro_batches: Sequence[int] | None,
     trainable: Sequence[str] | None,
 ) -> Profile:
-    """The profile in a file, or the estimate of a model on a kind of machine; never loads torch.
+    """The profile in a file, cut to ``micro_batches``, or a model's estimate on a kind of machine; never loads torch.
 
     Raises:
         UsageError: neither or both were asked for, or one of their files is wrong.
     """
-    estimating = {
-        "--hardware": hardware,
-        "--model": model,
-        "--seq-len": seq_len,
-        "--micro-batch": micro_batches,
-        "--trainable": trainable,
-    }
+    estimating = {"--hardware": hardware, "--model": model, "--seq-len": seq_len, "--trainable": trainable}
     if profile_file is not None:
         given = [flag for flag, value in estimating.items() if value]
         if given:
             raise UsageError(f"{given[0]}: means nothing beside PROFILE {profile_file}; leave one of them out")
-        return Profile.load(profile_file)
+        profile = Profile.load(profile_file)
+        return _of_sizes(profile, micro_batches) if micro_batches else profile
     if hardware is None:
         raise UsageError("PROFILE: missing; name what `lazysched profile` wrote, or --hardware with --model")
     if model is None:
         raise UsageError("--model: missing; --hardware needs the config.json of a model")
     from lazysched.profiles.estimate import estimate
-    from lazysched.profiles.library_files import load_hardware
+    from lazysched.profiles.library_files import hardware_path
     from lazysched.profiles.shapes import load_shape
 
-    machine = load_hardware(hardware)
+    path = hardware_path(hardware)
+    machine = Hardware.load(path)
     shape = load_shape(model, machine.compute_dtype)
-    return estimate(
+    estimated = estimate(
         machine, shape, seq_len=seq_len or DEFAULT_SEQ_LEN, micro_batches=micro_batches or DEFAULT_MICRO_BATCHES,
         trainable=trainable or None,
     )  # fmt: skip
+    _note(f"{machine.name}: {_host_in_words(machine)}; figures and their sources: {path}")
+    return estimated
+
+
+def say_if_above_the_card(profile: Profile, gpu_memory_bytes: int | None) -> None:
+    """A line on stderr for a budget that the GPU of ``profile`` does not have."""
+    total_bytes = profile.total_bytes.get("gpu")
+    if profile.device == "cuda" and gpu_memory_bytes and total_bytes and gpu_memory_bytes > total_bytes:
+        _note(f"--gpu-memory {format_bytes(gpu_memory_bytes)} is more than the GPU's {format_bytes(total_bytes)}")
+
+
+def _host_in_words(machine: Hardware) -> str:
+    """Memory of the host, and what the file says of its cores."""
+    figure = machine.host_memory_bytes
+    size = "unknown" if figure.value is None else f"{format_bytes(figure.value)} ({figure.source})"
+    host = machine.notes.get("host")
+    return f"host memory {size}" + (f"; {host}" if host else "")
+
+
+def _note(text: str) -> None:
+    Console(stderr=True).print(f"note: {text}", highlight=False, markup=False, soft_wrap=True)
+
+
+def _of_sizes(profile: Profile, micro_batches: Sequence[int]) -> Profile:
+    """``profile`` without the figures of other micro-batches, so that a plan has one of these."""
+    known = {size for by_size in profile.variants.values() for size in by_size}
+    for size in micro_batches:
+        if size not in known:
+            listed = ", ".join(map(str, sorted(known))) or "none"
+            raise UsageError(f"--micro-batch: {size}: the profile has figures for {listed}; profile this one too")
+
+    variants = {
+        structure: {size: found for size, found in by_size.items() if size in micro_batches}
+        for structure, by_size in profile.variants.items()
+    }
+    arguments = {size: num_bytes for size, num_bytes in profile.argument_bytes.items() if size in micro_batches}
+    return profile.model_copy(update={"variants": variants, "argument_bytes": arguments})
 
 
 _OF_THE_MODEL = (

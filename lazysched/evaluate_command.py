@@ -34,18 +34,19 @@ def evaluate(
         require_folder_of(output)
     from lazysched.runtime.exact_match import exact_match
 
-    console = Console()
+    console, progress = Console(), Console(stderr=True)
 
     def report(done: int, right: int) -> None:
-        console.print(f"{done} rows answered, {right} right", highlight=False)
+        progress.print(f"{done} rows answered, {right} right", highlight=False)
 
     found = exact_match(
         model, data, data_format=data_format, max_rows=max_rows, max_new_tokens=max_new_tokens, batch_size=batch_size,
         device=None if device == "auto" else device, report=report,
     )  # fmt: skip
+    if output is not None:
+        found.save(output)  # before anything is said: whoever reads the output may go away
     total = len(found.answers)
     share = f" ({found.num_right / total:.1%})" if total else ""
     console.print(f"exact match: {found.num_right} of {total}{share}", highlight=False)
     if output is not None:
-        found.save(output)
         console.print(f"wrote {output}", highlight=False, markup=False)

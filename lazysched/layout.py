@@ -73,8 +73,11 @@ class Layout:
     def _variant(self, stage: Stage) -> SaveVariant:
         key = variant_key(stage.structure, self.plan.stages[stage.id].save)
         if key not in self.plan.variants:
+            names = ", ".join(k.partition(":")[2] for k in self.plan.variants if k.startswith(f"{stage.structure}:"))
+            save = self.plan.stages[stage.id].save
             raise UsageError(
-                f"plan: stages.{stage.id}.save: variant {key!r} is not in the plan's variants; solve again"
+                f"plan: stages.{stage.id}.save: {save!r} is not among the plan's variants ({names}); "
+                f"solve again with {_pin_for(stage, save)}"
             )
         variant = self.plan.variants[key]
         if variant.name != self.plan.stages[stage.id].save:
@@ -265,10 +268,19 @@ def _check_choice(stage: Stage, choice: StagePlan, variant: SaveVariant, has_bac
         raise UsageError(f"{where}: has no backward, nothing before it is trained; use segment 1 and input_tier gpu")
     groups = set(variant.saved) - {"input"}
     if groups != set(choice.saved_tiers):
-        raise UsageError(f"{where}.saved_tiers: names {sorted(choice.saved_tiers)}, the variant saves {sorted(groups)}")
+        raise UsageError(
+            f"{where}.saved_tiers: names {sorted(choice.saved_tiers)}, the variant saves {sorted(groups)}; give each "
+            f"of these a tier, or solve again with {_pin_for(stage, choice.save)}"
+        )
     if stage.is_block and "input" not in variant.saved:
         raise UsageError(f"{where}.save: variant {variant.name!r} has no group 'input'; profile and solve again")
     _check_tiers(where, stage, choice)
+
+
+def _pin_for(stage: Stage, save: str) -> str:
+    """What makes ``solve`` decide so."""
+    index = stage.id.removeprefix("block.")
+    return f"--pin 'block[{index}].save={save}'" if stage.is_block else "the same profile"
 
 
 def _check_tiers(where: str, stage: Stage, choice: StagePlan) -> None:

@@ -16,6 +16,7 @@ from rich.console import Console
 from lazysched.errors import UsageError, short_repr
 from lazysched.file_options import say_if_not_executable
 from lazysched.schemas import Plan, Profile
+from lazysched.schemas.base import is_a, read_data
 
 if TYPE_CHECKING:
     from lazysched.solver import Solution
@@ -25,7 +26,9 @@ if TYPE_CHECKING:
 PlanArgument = Annotated[Path, typer.Argument(metavar="PLAN", help="What `lazysched solve` wrote.")]
 ProfileOption = Annotated[
     Path | None,
-    typer.Option("--profile", metavar="PROFILE", help="Of another machine. [the one that the plan carries]"),
+    typer.Option(
+        "--profile", metavar="PROFILE", help="Of another machine, or a plan that carries one. [the one of PLAN]"
+    ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="JSON instead of words.")]
 
@@ -65,7 +68,7 @@ def simulate(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Predict time and memory of PLAN as it stands, edited by hand or not."""
+    """Predict time and memory of PLAN as it stands, edited by hand or not; exit code 1 where it does not fit."""
     schedule, measured = _plan_and_profile(plan, profile_file)
     if trace is not None and not trace.parent.is_dir():
         raise UsageError(f"--trace: {trace}: the folder {trace.parent} does not exist; make it first")
@@ -81,16 +84,18 @@ def simulate(
         save_chrome_trace(trace, base.program, base.timeline.intervals)
     if as_json:
         typer.echo(found.model_dump_json(indent=1))
-        return
-    console = Console()
-    print_simulation(found, console, other_profile=measured != schedule.profile)
-    if trace is not None:
-        console.print(f"wrote {trace}", highlight=False, markup=False)
+    else:
+        console = Console()
+        print_simulation(found, console, other_profile=measured != schedule.profile)
+        if trace is not None:
+            console.print(f"wrote {trace}", highlight=False, markup=False)
+    if found.over_bytes:
+        raise typer.Exit(1)
 
 
 def compare(
-    plan_a: Annotated[Path, typer.Argument(metavar="PLAN_A")],
-    plan_b: Annotated[Path, typer.Argument(metavar="PLAN_B")],
+    plan_a: Annotated[Path, typer.Argument(metavar="PLAN_A", help="What `lazysched solve` wrote.")],
+    plan_b: Annotated[Path, typer.Argument(metavar="PLAN_B", help="Another one, set against it.")],
     as_json: JsonOption = False,
 ) -> None:
     """Set decisions and predictions of two plans for one model side by side."""
@@ -108,10 +113,25 @@ def compare(
 
 def _plan_and_profile(plan_file: Path, profile_file: Path | None) -> tuple[Plan, Profile]:
     plan = Plan.load(plan_file)
-    profile = plan.profile if profile_file is None else Profile.load(profile_file)
+    profile = plan.profile if profile_file is None else profile_in(profile_file)
     if profile is None:
         raise UsageError(f"{plan_file}: profile: null, as in a plan written by hand; name one with --profile")
     return plan, profile
+
+
+def profile_in(path: Path) -> Profile:
+    """The profile in a file, or the one that the plan there carries.
+
+    Raises:
+        UsageError: the file holds neither.
+    """
+    data = read_data(path)
+    if not is_a("Plan", data):
+        return Profile.check(data, str(path))
+    profile = Plan.check(data, str(path)).profile
+    if profile is None:
+        raise UsageError(f"--profile: {path}: is a plan without a profile, as written by hand; name a profile")
+    return profile
 
 
 # ---- solving many times
@@ -162,20 +182,23 @@ def solve_sweep(profile: Profile, sweep: Sweep, settings: Mapping[str, Any], out
         points = run_sweep(
             profile, sweep, settings, lambda done: status.update(f"solved for {done} of {count} budgets")
         )
-    console.print(frontier_table(sweep, points))
     table_file = output.with_suffix(".csv")
     save_frontier(table_file, points)
-    written = [table_file]
-    if output != table_file:
-        plan = best_of(points)
+    written, plan = [table_file], None
+    try:
+        if output != table_file:
+            plan = best_of(points)
+            plan.model_copy(update={"profile": profile}).save(output)
+            written.append(output)
+    finally:  # where nothing fits, the table says so
+        console.print(frontier_table(sweep, points))
+    if plan is not None:
         say_if_not_executable(plan, console)
-        plan.model_copy(update={"profile": profile}).save(output)
-        written.append(output)
     console.print(f"wrote {', '.join(map(str, written))}", highlight=False, markup=False)
 
 
 def solve_batches(profile: Profile, settings: Mapping[str, Any], console: Console) -> Solution:
-    """Look for the batch of the largest throughput and say what was tried."""
+    """Look for the batch of the largest throughput and say on ``console`` what was tried."""
     from lazysched.solver.batch_size import largest_throughput
 
     def tell(tried: TriedBatch) -> None:

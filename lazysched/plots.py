@@ -1,4 +1,4 @@
-"""Pictures of plans, drawn by matplotlib (extra ``notebooks``) from the frames that plans and timelines offer.
+"""Pictures of plans, drawn by matplotlib (extra ``plot``) from the frames that plans and timelines offer.
 
 Every function draws on axes that it is given:
 

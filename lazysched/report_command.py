@@ -45,7 +45,7 @@ def _save(target: Path, folder: Path) -> None:
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] != "matplotlib":
             raise
-        raise UsageError("matplotlib is not installed; run pip install 'lazysched[plots]'") from None
+        raise UsageError("matplotlib is not installed; run pip install 'lazysched[plot]'") from None
     save_report(target, folder)
 
 

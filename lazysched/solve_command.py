@@ -9,8 +9,9 @@ import typer
 from rich.console import Console
 
 from lazysched import file_options, plan_commands
-from lazysched.cli_hardware import profile_to_solve
+from lazysched.cli_hardware import profile_to_solve, say_if_above_the_card
 from lazysched.outputs import require_folder_of
+from lazysched.progress import search_shown
 from lazysched.units import parse_bytes
 
 
@@ -29,7 +30,8 @@ def solve(
     model: Annotated[str | None, typer.Option(help="The config.json of the model to estimate for.")] = None,
     seq_len: Annotated[int | None, typer.Option(min=1, help="Tokens of one row in an estimate. [1024]")] = None,
     micro_batch: Annotated[
-        list[int] | None, typer.Option(min=1, help="Rows that go through at once in an estimate. [1 2 4 8]")
+        list[int] | None,
+        typer.Option(min=1, help="Rows that go through at once; repeat it for more. [those of PROFILE; 1 2 4 8]"),
     ] = None,
     trainable: Annotated[
         list[str] | None,
@@ -84,6 +86,7 @@ def solve(
     files = file_options.file_settings(nvme, nvme_dir, not_executable, budgets)
     measured = profile_to_solve(profile_file, hardware, model, seq_len, micro_batch, trainable)
     gpu_memory_bytes = None if gpu_memory is None else parse_bytes(gpu_memory, "--gpu-memory")
+    say_if_above_the_card(measured, gpu_memory_bytes)
     host_memory_bytes = None if host_memory is None else parse_bytes(host_memory, "--host-memory")
     settings: dict[str, Any] = {
         "gpu_memory_bytes": gpu_memory_bytes, "host_memory_bytes": host_memory_bytes, **files,
@@ -98,11 +101,13 @@ def solve(
     from lazysched.solver import solve as find_plan
     from lazysched.solver.report import print_solution
 
-    if rows is None:
-        solution = plan_commands.solve_batches(measured, settings, console)
-    else:
-        solution = find_plan(measured, batch_size=rows, **settings)
+    progress = Console(stderr=True)
+    with search_shown(time_limit, progress) as report:
+        if rows is None:
+            solution = plan_commands.solve_batches(measured, {**settings, "report": report}, progress)
+        else:
+            solution = find_plan(measured, batch_size=rows, report=report, **settings)
+    solution.plan.save(output)  # before anything is said: whoever reads the output may go away
     print_solution(solution, measured, console)
     file_options.say_if_not_executable(solution.plan, console)
-    solution.plan.save(output)
     console.print(f"wrote {output}", highlight=False, markup=False)

@@ -45,15 +45,17 @@ def train(
     ] = "auto",
     max_steps: Annotated[int | None, typer.Option(min=1, help="Steps; overrides the epochs.")] = None,
     num_train_epochs: Annotated[float, typer.Option(min=0, help="Passes over the data.")] = 1.0,
-    learning_rate: Annotated[float, typer.Option(min=0)] = 2e-5,
-    lr_scheduler_type: Annotated[Literal["linear", "cosine", "constant"], typer.Option()] = "linear",
+    learning_rate: Annotated[float, typer.Option(min=0, help="Peak of the schedule.")] = 2e-5,
+    lr_scheduler_type: Annotated[
+        Literal["linear", "cosine", "constant"], typer.Option(help="What follows the warm-up.")
+    ] = "linear",
     warmup_ratio: Annotated[float, typer.Option(min=0, max=1, help="Share of the steps that warm up.")] = 0.0,
-    weight_decay: Annotated[float, typer.Option(min=0)] = 0.0,
+    weight_decay: Annotated[float, typer.Option(min=0, help="Of matrices; biases and norms do not decay.")] = 0.0,
     max_grad_norm: Annotated[float | None, typer.Option(min=0, help="Norm to clip to. [the plan's]")] = None,
-    adam_beta1: Annotated[float, typer.Option(min=0, max=1)] = 0.9,
-    adam_beta2: Annotated[float, typer.Option(min=0, max=1)] = 0.999,
-    adam_epsilon: Annotated[float, typer.Option(min=0)] = 1e-8,
-    seed: Annotated[int, typer.Option(min=0)] = 42,
+    adam_beta1: Annotated[float, typer.Option(min=0, max=1, help="Share of the first moment that stays.")] = 0.9,
+    adam_beta2: Annotated[float, typer.Option(min=0, max=1, help="Share of the second moment that stays.")] = 0.999,
+    adam_epsilon: Annotated[float, typer.Option(min=0, help="Added to the root of the second moment.")] = 1e-8,
+    seed: Annotated[int, typer.Option(min=0, help="Of the order of the data, random weights and rounding.")] = 42,
     logging_steps: Annotated[int, typer.Option(min=1, help="Steps between two lines of the log.")] = 1,
     trace: Annotated[
         str | None, typer.Option(help="File for a timeline of some steps; opens in Perfetto and chrome://tracing.")
@@ -79,7 +81,7 @@ def train(
         int | None,
         typer.Option(min=1, help="With the next, rows of a step; the plan splits them. [8]"),
     ] = None,
-    gradient_accumulation_steps: Annotated[int, typer.Option(min=1)] = 1,
+    gradient_accumulation_steps: Annotated[int, typer.Option(min=1, help="See the one before.")] = 1,
     max_length: Annotated[int | None, typer.Option(min=1, help="Tokens of a row, checked against the plan.")] = None,
     packing: Annotated[
         bool | None, typer.Option("--packing/--no-packing", help="Checked against the plan.", show_default=False)

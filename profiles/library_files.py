@@ -21,8 +21,17 @@ def load_hardware(name: str) -> Hardware:
     Raises:
         UsageError: there is none, or it is damaged; lists the names that exist, nearest first.
     """
+    return Hardware.load(hardware_path(name))
+
+
+def hardware_path(name: str) -> Path:
+    """Where such a hardware file lies.
+
+    Raises:
+        UsageError: there is none of that name; lists the names that exist, nearest first.
+    """
     if "/" in name or name.endswith((".yaml", ".yml", ".json")):
-        return Hardware.load(name)
+        return Path(name)
     names = library_names()
     if name.lower() not in names:
         nearest = sorted(names, key=lambda known: -SequenceMatcher(None, known, name.lower()).ratio())
@@ -30,7 +39,7 @@ def load_hardware(name: str) -> Hardware:
             f"hardware: {name!r} is not in the library; use {', '.join(nearest)}, or the path of a file that "
             f"`lazysched profile --hardware-only` wrote"
         )
-    return Hardware.load(_library() / f"{name.lower()}.yaml")
+    return _library() / f"{name.lower()}.yaml"
 
 
 def _library() -> Path:

@@ -12,6 +12,7 @@ from lazysched.errors import UsageError
 from lazysched.schemas import Engine, Plan, Prediction, Schema, StagePlan, Tier
 from lazysched.solver.simulate_report import up_to_date
 from lazysched.solver.words import saves_in_words, stages_in_words, weights_in_words
+from lazysched.solver.wrapping import print_wrapped
 from lazysched.units import format_bytes, format_seconds
 
 APART = {
@@ -176,10 +177,7 @@ def print_comparison(found: Comparison, names: tuple[str, str], console: Console
         table.add_row(*_row(figure))
     console.print(table)
     settings = "all settings" if not found.settings else f"settings {', '.join(found.equal_settings)}"
-    console.print(
-        f"equal: {found.num_equal_stages} of {found.num_stages} stages; {settings}",
-        highlight=False, markup=False, soft_wrap=True,
-    )  # fmt: skip
+    print_wrapped(console, f"equal: {found.num_equal_stages} of {found.num_stages} stages; {settings}")
 
 
 def _row(figure: Figure) -> tuple[str, ...]:

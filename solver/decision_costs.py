@@ -290,7 +290,10 @@ def _other_save_tiers(base: Base, choice: StagePlan, own: SaveVariant) -> Iterat
     for tier in _tiers_in_use(base):
         if now != {tier}:
             update = {"saved_tiers": dict.fromkeys(choice.saved_tiers, tier), "input_tier": tier}
-            yield f"keeping on {tier} what it saves", choice.model_copy(update=update), own
+            rest = set(choice.saved_tiers.values()) - {tier}
+            what = "its input" if not rest else "what it saves"
+            what += " beside its input" if rest and choice.input_tier == tier else ""
+            yield f"keeping on {tier} {what}", choice.model_copy(update=update), own
 
 
 def _place_words(choice: StagePlan, weights: Tier, state: Tier) -> str:

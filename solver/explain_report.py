@@ -17,6 +17,7 @@ from lazysched.solver.words import (
     stages_in_words,
     times_in_words,
 )
+from lazysched.solver.wrapping import print_wrapped
 from lazysched.units import format_bytes, format_seconds
 
 SMALL_SHARE = 0.005
@@ -32,13 +33,13 @@ def print_explanation(explanation: Explanation, console: Console) -> None:
         ("What binds", _binding(explanation)),
         ("What a little more would buy", _gains(explanation)),
         ("What each decision costs", _decisions(explanation)),
-        ("The step as a whole", [_alternative(a) for a in explanation.step_alternatives]),
+        ("The step as a whole", _step(explanation)),
         ("Where compute waits", _waits(explanation)),
     )
     for title, lines in sections:
         console.print(title, highlight=False, markup=False)
         for line in lines:
-            console.print(f"  {line}", highlight=False, markup=False, soft_wrap=True)
+            print_wrapped(console, f"  {line}")
 
 
 def _binding(explanation: Explanation) -> Iterator[str]:
@@ -118,7 +119,19 @@ def _saved(gain_s: float, step_s: float) -> str:
     return f"{format_seconds(gain_s)} ({100 * gain_s / step_s:.2g} %)"
 
 
+def _step(explanation: Explanation) -> Iterator[str]:
+    yield (
+        "Prefetch depth: how many stages ahead weights and saved tensors come to the GPU. D2H lag: how many copies "
+        "from the GPU to the host may still run when compute goes on. Each one more takes a slot on the GPU."
+    )
+    yield from map(_alternative, explanation.step_alternatives)
+
+
 def _decisions(explanation: Explanation) -> Iterator[str]:
+    yield (
+        "What a block saves is called by its variant: all, its input alone, or values per token; what is not saved is "
+        "computed again in the backward."
+    )
     if explanation.pins:
         yield f"Fixed by hand: {', '.join(explanation.pins)}."
     for costs in explanation.stages:

@@ -188,14 +188,8 @@ class Instance:
 
     @cached_property
     def vocabulary_options(self) -> tuple[VocabularyOption, ...]:
-        """Every joint choice for embedding and head that differs in cost.
-
-        A vocabulary matrix that streams has a buffer of its own anyway, so streaming differs from ``resident`` only
-        when both stream and share one slot, which a tied pair cannot.
-        """
-        own: tuple[StateChoice, ...] = ("gpu", *RESIDENT)
-        pairs = list(itertools.product(own, repeat=2))
-        pairs += [pair for pair in itertools.product(STREAMED, repeat=2) if not self.tied]
+        """Every joint choice for embedding and head that differs in cost."""
+        pairs = vocabulary_pairs(self.tied)
         ends = (self.embed_stage, self.head_stage)
         embeds, heads = (_allowed(self._state_choices, of_stage(self.pins, stage)) for stage in ends)
         return tuple(self._vocabulary(embed, head) for embed, head in pairs if embed in embeds and head in heads)
@@ -325,6 +319,17 @@ class Instance:
 
     def _only(self, stage: Stage) -> SaveVariant:
         return measured_variants(self.profile, stage.structure, self.candidate.micro_batch)[0]
+
+
+def vocabulary_pairs(tied: bool) -> list[tuple[StateChoice, StateChoice]]:
+    """Every joint choice for embedding and head that differs in cost, in any tier.
+
+    A vocabulary matrix that streams has a buffer of its own anyway, so streaming differs from ``resident`` only when
+    both stream and share one slot, which a tied pair cannot.
+    """
+    own: tuple[StateChoice, ...] = ("gpu", *RESIDENT)
+    pairs = list(itertools.product(own, own))
+    return pairs if tied else [*pairs, *itertools.product(STREAMED, STREAMED)]
 
 
 def _allowed(choices: Sequence[StateChoice], pins: Sequence[Pin]) -> tuple[StateChoice, ...]:

@@ -18,6 +18,7 @@ Where page-locked host memory is limited, whether to use it is part of a combina
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from importlib.metadata import version
 
@@ -35,7 +36,7 @@ from lazysched.solver.milp import PlacementProgram
 from lazysched.solver.options import EXECUTABLE
 from lazysched.solver.plans import Choices, Found
 from lazysched.solver.recipes import Recipe, Rule
-from lazysched.solver.solution import Solution, Tried
+from lazysched.solver.solution import Progress, Solution, Tried
 from lazysched.solver.space import Settings, Space
 from lazysched.solver.stopwatch import Stopwatch
 from lazysched.solver.window_replay import WindowReplay
@@ -57,10 +58,15 @@ MIN_PROOF_S, PROOF_SHARE = 2.0, 0.5
 
 
 class Search:
-    """The search for one call of ``solve``; see the module's docstring for its parts."""
+    """The search for one call of ``solve``; see the module's docstring for its parts.
 
-    def __init__(self, settings: Settings) -> None:
-        self.settings = settings
+    Args:
+        settings: what was asked.
+        report: called whenever a faster plan is found or a bound raised.
+    """
+
+    def __init__(self, settings: Settings, report: Callable[[Progress], None] | None = None) -> None:
+        self.settings, self.report = settings, report
         self.whole_watch = Stopwatch(settings.time_limit_s)
         self.watch = Stopwatch(settings.time_limit_s * (1 - LAST_SHARE))
         self.space = Space(settings)
@@ -113,7 +119,7 @@ class Search:
         if settings.scope == EXECUTABLE.without_files():
             return
         limit_s = EXECUTED_SHARE * self.watch.remaining_s
-        first = Search(replace(settings, scope=EXECUTABLE.without_files(), time_limit_s=limit_s))
+        first = Search(replace(settings, scope=EXECUTABLE.without_files(), time_limit_s=limit_s), self.report)
         first.space.withheld_bytes = self.space.withheld_bytes
         if first.space.combinations():
             first.search_options()
@@ -264,6 +270,7 @@ class Search:
 
     def _raise_bound(self, candidate: Candidate, bound_s: float) -> None:
         self.bounds[candidate] = max(self.bounds[candidate], bound_s)
+        self._tell()
 
     def _first_that_fits(self) -> None:
         """The last resort: any plan that fits at all, or the explanation why there is none."""
@@ -307,6 +314,14 @@ class Search:
         known = self.found.get(found.candidate)
         if known is None or found.step_s < known.step_s:
             self.found[found.candidate] = found
+            self._tell()
+
+    def _tell(self) -> None:
+        if self.report is None:
+            return
+        best_s = self._best_s() if self.found else None
+        bound_s = min(self.bounds.values(), default=None)
+        self.report(Progress(best_s, bound_s if best_s is None or bound_s is None else min(best_s, bound_s)))
 
     def _best_s(self) -> float:
         return min((f.step_s for f in self.found.values()), default=math.inf)

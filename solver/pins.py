@@ -1,7 +1,7 @@
 """Decisions fixed by hand, ``block[0:4].weights=gpu``: the solver finds the rest.
 
 A pin names stages, a field of ``StagePlan`` and its value. Blocks are chosen by index or Python slice; ``saved_tiers``
-means the tier of everything that a block saves beside its input.
+means the tier of everything that a block saves beside its input. ``block.3``, as tables call it, is ``block[3]``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from lazysched.schemas import Plan, Stage, StagePlan, Tier
 from lazysched.units import parse_slice
 
 FIELDS = ("weights", "state", "save", "input_tier", "saved_tiers")
-_PIN = re.compile(r"\s*(embed|head|block)\s*(?:\[([^\]]*)\])?\s*\.\s*(\w+)\s*=\s*(\S+)\s*")
+_PIN = re.compile(r"\s*(embed|head|block)\s*(?:\[([^\]]*)\]|\.(\d+))?\s*\.\s*(\w+)\s*=\s*(\S+)\s*")
+_OF_THE_STEP = re.compile(r"\s*(micro_batch|accumulation|batch_size)\s*=.*")
 _EXAMPLE = "write for example block[0:4].weights=gpu"
 
 
@@ -72,8 +73,9 @@ def of_stage(pins: Iterable[Pin], stage: Stage) -> tuple[Pin, ...]:
 def _parse_pin(text: str, stages: Sequence[Stage]) -> Pin:
     match = _PIN.fullmatch(text)
     if match is None:
-        raise UsageError(f"pin: {text!r} is no decision; {_EXAMPLE}")
-    kind, where, field, value = match.groups()
+        raise UsageError(f"pin: {text!r} is no decision{_remedy(text)}")
+    kind, where, number, field, value = match.groups()
+    where = number if where is None else where
     if field not in FIELDS:
         raise UsageError(f"pin: {text!r}: field {field!r} cannot be fixed; use one of {', '.join(FIELDS)}")
     if field not in ("weights", "state") and kind != "block":
@@ -81,6 +83,15 @@ def _parse_pin(text: str, stages: Sequence[Stage]) -> Pin:
     if field != "save" and value not in get_args(Tier):
         raise UsageError(f"pin: {text!r}: {value!r} is no tier; use {', '.join(get_args(Tier))}")
     return Pin(text.strip(), frozenset(_stage_ids(text, kind, where, stages)), field, value)
+
+
+def _remedy(text: str) -> str:
+    step = _OF_THE_STEP.fullmatch(text)
+    if step is None:
+        return f"; {_EXAMPLE}"
+    if step[1] == "batch_size":
+        return " about a stage; use --batch-size"
+    return " about a stage; --micro-batch fixes how many rows go through at once, and with --batch-size how often"
 
 
 def _stage_ids(text: str, kind: str, where: str | None, stages: Sequence[Stage]) -> list[str]:
@@ -95,7 +106,16 @@ def _stage_ids(text: str, kind: str, where: str | None, stages: Sequence[Stage])
         index = int(where)
         chosen = blocks[index : index + 1 or None]
     else:
-        chosen = blocks[parse_slice(where, f"pin: {text!r}")]
+        chosen = blocks[_slice_within(text, where, len(blocks))]
     if not chosen:
         raise UsageError(f"pin: {text!r}: names none of the {len(blocks)} blocks; count them from 0")
+    return chosen
+
+
+def _slice_within(text: str, where: str, num_blocks: int) -> slice:
+    """The slice, whose ends are among the blocks: one of too many was meant for another model."""
+    chosen = parse_slice(where, f"pin: {text!r}")
+    for end in (chosen.start, chosen.stop):
+        if end is not None and not -num_blocks <= end <= num_blocks:
+            raise UsageError(f"pin: {text!r}: {end} is out of range, there are {num_blocks} blocks, counted from 0")
     return chosen

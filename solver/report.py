@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lazysched.schemas import Plan, Profile, StagePlan, Tier
+from lazysched.solver.pin_checks import remarks
 from lazysched.solver.recipes import Recipe
 from lazysched.solver.simulate import Timeline
 from lazysched.solver.solution import Solution
@@ -33,6 +34,8 @@ def print_solution(solution: Solution, profile: Profile, console: Console) -> No
     if plan.trainable:
         console.print(f"trained: {trained_share(profile.stages)}", highlight=False)
     console.print(_stages_table(plan))
+    for remark in remarks(plan, profile.stages):
+        console.print(remark, highlight=False, markup=False)
     console.print(_prediction_table(plan, timeline, profile.pin_limit_bytes))
     console.print(_recipes_table(solution))
     report = plan.solver
@@ -51,7 +54,7 @@ def print_solution(solution: Solution, profile: Profile, console: Console) -> No
 def _stages_table(plan: Plan) -> Table:
     table = Table(title="Plan", title_justify="left")
     for column in ("stages", "weights", "optimizer state", "saved for backward", "kept on"):
-        table.add_column(column)
+        table.add_column(column, overflow="fold")
     for choice, run in groupby(plan.stages.items(), key=lambda item: _key(*item)):
         names = [name for name, _ in run]
         label = names[0] if len(names) == 1 else f"{names[0]} .. {names[-1].removeprefix('block.')} ({len(names)})"
@@ -75,7 +78,8 @@ def _prediction_table(plan: Plan, timeline: Timeline, pin_limit_bytes: int | Non
     table = Table(title="Prediction", title_justify="left", show_header=False)
     table.add_column()
     table.add_column()
-    shape = f"{plan.micro_batch} rows x {plan.accumulation}, prefetch depth {plan.prefetch_depth}"
+    rows = "row" if plan.micro_batch == 1 else "rows"
+    shape = f"{plan.micro_batch} {rows} x {plan.accumulation}, prefetch depth {plan.prefetch_depth}"
     table.add_row("micro-batch", shape)
     table.add_row("step", f"{format_seconds(timeline.step_s)}, {tokens / timeline.step_s:,.0f} tokens/s")
     waits = [f"{engine} {format_seconds(seconds)}" for engine, seconds in timeline.exposed_s.items() if seconds > 0]
@@ -95,8 +99,9 @@ def _recipes_table(solution: Solution) -> Table:
     table = Table(title="Fixed recipes within the same budgets", title_justify="left")
     tiers: list[Tier] = [tier for tier, budget in solution.plan.budget_bytes.items() if budget]
     peaks = [f"{tier} peak" for tier in tiers]
-    for column in ("recipe", "micro-batch", "step", *peaks, "this plan is faster by"):
-        table.add_column(column)
+    table.add_column("recipe", overflow="fold")
+    for column in ("rows", "step", *peaks, "slower by"):
+        table.add_column(column, no_wrap=True)
     table.add_row("this plan", *_figures(solution.plan, solution.timeline, tiers), "")
     for recipe in solution.recipes:
         table.add_row(recipe.name, *_recipe_figures(recipe, solution.timeline.step_s, tiers))

@@ -27,6 +27,7 @@ from lazysched.errors import UsageError
 from lazysched.layout import mapping_bytes
 from lazysched.lower import lower
 from lazysched.schemas import Curve, Engine, Op, Plan, Prediction, Profile, Program, Rate, SaveVariant, Tier
+from lazysched.solver.pins import parse_pins
 from lazysched.solver.replay import replay, replay_in_line
 from lazysched.timeline import (
     FILE_ENGINES,
@@ -93,7 +94,7 @@ def simulate_plan(plan: Plan, profile: Profile | None = None, *, steps: int = SI
 
     Raises:
         UsageError: there is no profile, it is of another model or of other parameters trained, or it has no figure for
-            what the plan does.
+            what the plan does; or the plan has pins that are none.
     """
     measured = profile or plan.profile
     if measured is None:
@@ -105,7 +106,9 @@ def simulate_plan(plan: Plan, profile: Profile | None = None, *, steps: int = SI
     if set(measured.trainable) != set(plan.trainable):
         theirs, ours = (", ".join(names) or "everything" for names in (measured.trainable, plan.trainable))
         raise UsageError(f"profile: trainable: measured with {theirs} trained, the plan trains {ours}; name another")
-    return simulate(lower(plan, measured.stages), measured, micro_batch=plan.micro_batch, steps=steps)
+    program = lower(plan, measured.stages)
+    parse_pins(plan.pins, measured.stages)  # none of them is used here, but nonsense should not wait for ``explain``
+    return simulate(program, measured, micro_batch=plan.micro_batch, steps=steps)
 
 
 def simulate(program: Program, profile: Profile, *, micro_batch: int, steps: int = SIMULATED_STEPS) -> Timeline:

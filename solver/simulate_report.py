@@ -13,6 +13,7 @@ from lazysched.solver.decision_costs import base_of
 from lazysched.solver.simulate import Timeline
 from lazysched.solver.what_if import over_budget
 from lazysched.solver.words import sizes_in_words
+from lazysched.solver.wrapping import print_wrapped
 from lazysched.timeline import intervals_by_step
 from lazysched.units import format_bytes, format_seconds
 
@@ -105,7 +106,7 @@ def print_simulation(found: Simulation, console: Console, *, other_profile: bool
             table.add_row(f"{tier} peak", f"{format_bytes(peak)} of {format_bytes(budget)}")
     console.print(table)
     for line in _remarks(found, other_profile):
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+        print_wrapped(console, line)
 
 
 def _share(seconds: float, step_s: float) -> str:

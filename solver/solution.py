@@ -11,6 +11,19 @@ from lazysched.solver.simulate import Timeline
 
 
 @dataclass(frozen=True)
+class Progress:
+    """Where a search stands.
+
+    Attributes:
+        best_s: step of the fastest plan so far, by the quick replay; None before the first.
+        bound_s: no plan is faster; None before that is known.
+    """
+
+    best_s: float | None
+    bound_s: float | None
+
+
+@dataclass(frozen=True)
 class Tried:
     """One combination of the outer search.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import get_args
 
 from lazysched.errors import UsageError
@@ -12,8 +12,9 @@ from lazysched.solver.input_checks import check_arguments, check_file_links, che
 from lazysched.solver.measured import check_profile, host_memories
 from lazysched.solver.options import EVERYTHING, EXECUTABLE, Scope
 from lazysched.solver.outer_search import Search
+from lazysched.solver.pin_checks import check_pins
 from lazysched.solver.pins import parse_pins
-from lazysched.solver.solution import Solution
+from lazysched.solver.solution import Progress, Solution
 from lazysched.solver.space import Settings
 
 UNPLANNED_BYTES: dict[Tier, int] = {"gpu": 5 * 10**8, "host": 8 * 10**9}
@@ -36,6 +37,7 @@ def solve(
     time_limit_s: float = 30.0,
     gap: float = 0.01,
     seed: int = 0,
+    report: Callable[[Progress], None] | None = None,
 ) -> Solution:
     """Find the fastest plan for ``batch_size`` rows a step within the memory budgets.
 
@@ -56,6 +58,7 @@ def solve(
         time_limit_s: wall-clock seconds for the search.
         gap: a plan within this share of the lower bound is good enough.
         seed: of the search and of HiGHS; the same seed gives the same plan unless a wall-clock limit cut in.
+        report: called whenever a faster plan is found or a bound raised.
 
     Raises:
         UsageError: an argument is out of range, or the profile lacks a figure that is needed.
@@ -77,11 +80,12 @@ def solve(
     memories = host_memories(profile, budget_bytes["host"])
     check_profile(profile, optimizer_state, memories)
     update = _update(max_grad_norm, check_finite)
+    fixed = parse_pins(pins, profile.stages)
+    check_pins(fixed, profile, scope)
     settings = Settings(
-        profile, batch_size, budget_bytes, memories, update, optimizer_state, parse_pins(pins, profile.stages),
-        scope, time_limit_s, gap, seed,
+        profile, batch_size, budget_bytes, memories, update, optimizer_state, fixed, scope, time_limit_s, gap, seed,
     )  # fmt: skip
-    return Search(settings).run()
+    return Search(settings, report).run()
 
 
 def _scope(profile: Profile, nvme_bytes: int, scope: Scope) -> Scope:

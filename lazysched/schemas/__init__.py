@@ -12,8 +12,8 @@ from lazysched.schemas.plan import (
     StagePlan,
     StateFormat,
     Update,
-    variant_key,
 )
+from lazysched.schemas.plan_variants import variant_key
 from lazysched.schemas.profile import Curve, Profile, Rate, SaveVariant, Timing, interquartile
 from lazysched.schemas.program import Buffer, Op, OpKind, Program
 from lazysched.schemas.recording import Recording, TimedOp

@@ -67,7 +67,7 @@ class Document(Schema):
         Raises:
             UsageError: no such file, no valid JSON/YAML, or a field that is missing, wrong or unknown.
         """
-        return cls.check(_read(Path(path)), str(path))
+        return cls.check(read_data(path), str(path))
 
     @classmethod
     def check(cls, data: Any, origin: str) -> Self:
@@ -92,20 +92,38 @@ _TELLING_KEYS = {
 }  # fmt: skip
 
 
+_REMEDIES = {
+    ("Hardware", "Profile"): "estimate with it: lazysched solve --hardware {} --model config.json, whose plan carries "
+    "the estimate and can stand where a profile is asked for",
+}
+
+
 def _refuse_other_kind(expected: str, data: Any, origin: str) -> None:
     """Say so when ``data`` is a document of another kind, instead of listing what it lacks."""
     if not isinstance(data, dict):
         raise UsageError(f"{origin}: holds no object; name the {expected.lower()} that lazysched wrote")
     for kind, key in _TELLING_KEYS.items():
         if kind != expected and key in data and _TELLING_KEYS.get(expected) not in data:
-            raise UsageError(f"{origin}: is a {_called(kind)}, not a {_called(expected)}; name the other file")
+            remedy = _REMEDIES.get((kind, expected), "name the other file").format(origin)
+            raise UsageError(f"{origin}: is a {_called(kind)}, not a {_called(expected)}; {remedy}")
+
+
+def is_a(kind: str, data: Any) -> bool:
+    """Whether parsed ``data`` look like a document of ``kind``, as ``Plan``."""
+    return isinstance(data, dict) and _TELLING_KEYS[kind] in data
 
 
 def _called(kind: str) -> str:
     return "hardware file" if kind == "Hardware" else kind.lower()
 
 
-def _read(path: Path) -> Any:
+def read_data(path: str | Path) -> Any:
+    """What the JSON or YAML file holds.
+
+    Raises:
+        UsageError: there is none, or it is neither.
+    """
+    path = Path(path)
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:

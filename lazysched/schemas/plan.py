@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, model_validator
 
 from lazysched.schemas.base import AttentionBackend, Document, Dtype, Engine, Schema, Tier
+from lazysched.schemas.plan_variants import check_against, check_sizes, missing_variants
 from lazysched.schemas.profile import Profile, SaveVariant
 
 if TYPE_CHECKING:
@@ -14,6 +15,8 @@ if TYPE_CHECKING:
 
 StateFormat = Literal["fp32", "hybrid8"]
 """Format of optimizer state: the exact reference, or 8-bit moments with fp32 ones for small tensors."""
+MAX_AHEAD = 512
+"""Most of ``prefetch_depth`` and ``d2h_lag``: as many blocks as can be solved for."""
 FP32_STATE_ELEMENTS = 4096
 """By default tensors with at most so many elements keep fp32 state in format ``hybrid8``."""
 HostMemory = Literal["pinned", "pageable"]
@@ -31,7 +34,8 @@ class StagePlan(Schema):
     ``nvme``."""
     state_format: StateFormat = "fp32"
     save: str = "all"
-    """Name of a save variant of the stage's structure."""
+    """Name of a save variant of the stage's structure: one form of its forward and backward, called by what it keeps
+    from the one for the other. What it does not keep is computed again."""
     saved_tiers: dict[str, Tier] = Field(default_factory=dict)
     """Tier per saved tensor group of that variant, the input excepted. What a block sends away goes to one tier."""
     segment: int = Field(default=1, ge=1)
@@ -123,10 +127,11 @@ class Plan(Document):
     trainable: list[str] = Field(default_factory=list)
     """Regular expressions, of the profile: parameters in whose name one is found are trained, the others are frozen;
     none: all are trained."""
-    prefetch_depth: int = Field(default=1, ge=1)
-    """How many stages ahead weights and saved tensors are fetched."""
-    d2h_lag: int = Field(default=1, ge=0)
-    """How many copies to the host may still run when compute goes on."""
+    prefetch_depth: int = Field(default=1, ge=1, le=MAX_AHEAD)
+    """How many stages ahead weights and saved tensors are fetched to the GPU; each more takes a slot there."""
+    d2h_lag: int = Field(default=1, ge=0, le=MAX_AHEAD)
+    """How many copies from the GPU to the host (device to host, D2H) may still run when compute goes on; each more
+    takes a slot on the GPU."""
     host_memory: HostMemory = "pinned"
     """Whether what a GPU copies from and to the host is page-locked there; state, which never moves, is not."""
     update: Update = Update()
@@ -138,7 +143,7 @@ class Plan(Document):
     """``structure:name`` -> the variant, embedded; ``variant_key`` makes the key."""
     pins: list[str] = Field(default_factory=list)
     """Decisions that were fixed by hand when it was solved, as ``block[0:4].weights=gpu``; editing may undo them."""
-    budget_bytes: dict[Tier, int]
+    budget_bytes: dict[Tier, Annotated[int, Field(ge=0)]]
     context_bytes: int = Field(default=0, ge=0)
     """Of the GPU's budget, what the driver context and libraries take outside the plan's buffers."""
     predicted: Prediction | None = None
@@ -174,7 +179,11 @@ class Plan(Document):
                 raise ValueError(f"stages.{stage_id}: weights on nvme need state on nvme")
         return self
 
-
-def variant_key(structure: str, name: str) -> str:
-    """Key of a variant in ``Plan.variants``."""
-    return f"{structure}:{name}"
+    @model_validator(mode="after")
+    def _variants_are_the_profiles(self) -> Plan:
+        check_sizes(self.variants)
+        if self.profile is not None:
+            check_against(self.profile, self.variants, self.micro_batch)
+            # An edit of ``save`` may name what no stage had: the plan then embeds it like the others.
+            self.variants.update(missing_variants(self.profile, self.variants, self.micro_batch, self.stages))
+        return self

@@ -249,7 +249,7 @@ def test_blocks_at_the_turn_are_not_uploaded_again() -> None:
 @pytest.mark.parametrize(
     ("stage", "change", "message"),
     [
-        ("block.0", {"save": "half"}, "variant 'B:half' is not in the plan's variants"),
+        ("block.0", {"save": "half"}, "'half' is not among the plan's variants"),
         ("block.0", {"saved_tiers": {}}, "saved_tiers: names"),
     ],
 )

@@ -10,8 +10,9 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from typer.main import get_command
 
-from lazysched.cli import main
+from lazysched.cli import app, main
 from lazysched.errors import InfeasibleError, RunError
 from lazysched.profiles.library_files import load_hardware
 from lazysched.schemas import Hardware, Plan, Profile
@@ -111,7 +112,7 @@ def refused(capsys: pytest.CaptureFixture[str], arguments: list[str], exit_code:
         (["solve", "profile.json", "--seq-len", "8", "--batch-size", "2", "-o", "p.json"], "--seq-len: means nothing"),
         (
             ["solve", "profile.json", "--micro-batch", "2", "--batch-size", "2", "-o", "p.json"],
-            "--micro-batch: means nothing",
+            "--micro-batch: 2: the profile has figures for none",
         ),
         (
             ["solve", "--hardware", "rtx490", "--model", "c.json", "--batch-size", "2", "-o", "p.json"],
@@ -143,6 +144,12 @@ def test_wrong_usage_is_one_line_and_exit_code_2(
     before = sorted(in_tmp.iterdir())
     assert named in refused(capsys, arguments)
     assert sorted(in_tmp.iterdir()) == before
+
+
+def test_every_option_says_what_it_is() -> None:
+    for command in get_command(app).commands.values():  # type: ignore[attr-defined]
+        for parameter in command.params:
+            assert getattr(parameter, "help", None), f"{command.name} {parameter.name}"
 
 
 def test_an_unknown_key_of_a_plan_is_named(in_tmp: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -184,6 +191,7 @@ def test_solve_passes_bytes_and_writes_the_plan(in_tmp: Path, monkeypatch: pytes
     replace_module(monkeypatch, "lazysched.solver.report", print_solution=show)
     assert main(["solve", "profile.json", "--batch-size", "2", spelling, "24GB", "-o", "new.json"]) == 0
     assert find_plan.positional == (PROFILE,)
+    assert callable(find_plan.pop("report"))
     assert find_plan == {
         "batch_size": 2, "gpu_memory_bytes": 24 * 10**9, "host_memory_bytes": None, "nvme_bytes": 0,
         "executable_only": True, "pins": [], "max_grad_norm": 1.0, "check_finite": True, "optimizer_state": "hybrid8",
@@ -220,7 +228,7 @@ def test_profile_passes_every_micro_batch_and_writes(in_tmp: Path, monkeypatch: 
     assert measure.positional == ("model",)
     assert measure == {
         "device": "cpu", "dtype": None, "seq_len": 1024, "micro_batches": [2, 8], "storage_dir": None,
-        "compiled": None, "packing": False, "pin_limit_bytes": 1_500_000_000,
+        "compiled": None, "packing": False, "pin_limit_bytes": 1_500_000_000, "trainable": None,
     }  # fmt: skip
     assert Profile.load("new.yaml") == PROFILE
 
@@ -245,7 +253,22 @@ def test_an_estimate_takes_the_place_of_a_profile(
     assert profile is not None
     assert (profile.estimated, profile.seq_len) == (True, 512)
     assert sorted(profile.variants["LlamaDecoderLayer"]) == [2, 4]
-    assert "the profile holds estimates" in " ".join(capsys.readouterr().out.split())
+    captured = capsys.readouterr()
+    assert "the profile holds estimates" in " ".join(captured.out.split())
+    (line,) = captured.err.splitlines()
+    assert line.startswith("note: NVIDIA GeForce RTX 4090: host memory 128 GB (assumed); assumed: a desktop with 16 ")
+    assert line.endswith("library/rtx4090.yaml")
+
+
+def test_more_gpu_memory_than_the_card_has_is_told(
+    in_tmp: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    replace_module(monkeypatch, "lazysched.solver", solve=Calls(Solution))
+    replace_module(monkeypatch, "lazysched.solver.report", print_solution=Calls())
+    PROFILE.model_copy(update={"device": "cuda", "total_bytes": {"gpu": 24 * 10**9}}).save("card.json")
+    for size, told in (("24GB", ""), ("25GB", "note: --gpu-memory 25 GB is more than the GPU's 24 GB\n")):
+        assert main(["solve", "card.json", "--batch-size", "2", "--gpu-memory", size, "-o", "new.json"]) == 0
+        assert capsys.readouterr().err == told
 
 
 def test_train_passes_the_plan_and_its_flags(in_tmp: Path, monkeypatch: pytest.MonkeyPatch) -> None:

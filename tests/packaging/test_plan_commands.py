@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from lazysched.cli import main
+from lazysched.profiles.library_files import load_hardware
 from lazysched.schemas import Plan
 from lazysched.solver import solve
 from tests.packaging.test_cli import refused as refused_line
@@ -30,6 +31,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plan: Plan) -> Path:
     profile.save("profile.json")
     tiny_profile(3, link_bytes_per_s=0.1e9).save("slow.yaml")
     profile.model_copy(update={"model_id": "other"}).save("other.json")
+    load_hardware("h200").save("h.yaml")
     plan.save("plan.json")
     plan.model_copy(update={"profile": None}).save("bare.json")
     plan.model_copy(update={"model_id": "other", "profile": None}).save("other_plan.json")
@@ -50,7 +52,8 @@ class TestRefusals:
             (["absent.json"], "absent.json: no such file"),
             (["profile.json"], "profile.json: is a profile, not a plan"),
             (["bare.json"], "bare.json: profile: null, as in a plan written by hand; name one with --profile"),
-            (["plan.json", "--profile", "plan.json"], "plan.json: is a plan, not a profile"),
+            (["plan.json", "--profile", "bare.json"], "bare.json: is a plan without a profile"),
+            (["plan.json", "--profile", "h.yaml"], "h.yaml: is a hardware file, not a profile; estimate with it: "),
             (["plan.json", "--profile", "other.json"], "profile: model_id: measured with other"),
             ([], "PLAN"),
         ],
@@ -108,11 +111,11 @@ class TestSimulate:
         for stage in edited["stages"].values():
             stage["weights"] = stage["state"] = "gpu"
         Path("edited.json").write_text(json.dumps(edited), encoding="utf-8")
-        assert main(["simulate", "edited.json"]) == 0
+        assert main(["simulate", "edited.json"]) == 1
         text = capsys.readouterr().out
         assert "does not fit: gpu" in text
         assert "the prediction in the plan is stale" in text
-        assert main(["simulate", "edited.json", "--json"]) == 0
+        assert main(["simulate", "edited.json", "--json"]) == 1
         found = json.loads(capsys.readouterr().out)
         assert found["over_bytes"] == {"gpu": found["peak_bytes"]["gpu"] - 30 * MB}
         assert "peak_bytes" in found["stale"]
@@ -121,6 +124,10 @@ class TestSimulate:
     def test_another_machine(self, capsys: pytest.CaptureFixture[str], plan: Plan) -> None:
         assert plan.predicted is not None
         assert main(["simulate", "bare.json", "--profile", "slow.yaml", "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["step_s"] > plan.predicted.step_s
+        slow = tiny_profile(3, link_bytes_per_s=0.1e9)
+        plan.model_copy(update={"profile": slow}).save("slow_plan.json")
+        assert main(["simulate", "bare.json", "--profile", "slow_plan.json", "--json"]) == 0
         assert json.loads(capsys.readouterr().out)["step_s"] > plan.predicted.step_s
         assert main(["simulate", "plan.json", "--profile", "slow.yaml"]) == 0
         assert "the plan's own prediction, for the machine it was solved for" in capsys.readouterr().out
@@ -184,7 +191,7 @@ class TestSolvingManyTimes:
     def test_the_batch_of_the_largest_throughput(self, capsys: pytest.CaptureFixture[str]) -> None:
         arguments = ["solve", "profile.json", "--batch-size", "auto", "--gpu-memory", "1GB", "--host-memory", "1GB"]
         assert main([*arguments, "-o", "new.json"]) == 0
-        text = capsys.readouterr().out
+        text = capsys.readouterr().err
         assert "batch of 1: " in text
         assert "batch of 2: " in text
         assert Plan.load("new.json").batch_size in (1, 2)

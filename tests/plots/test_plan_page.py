@@ -93,7 +93,7 @@ def test_wrong_input_is_one_line(in_tmp: Path, plan: Plan, capsys: pytest.Captur
         ("plot", "plan.json", "-o", "missing/p.html"): "the folder missing does not exist",
         ("plot", "bare.json", "-o", "p.html"): "plan: profile: null, as in a plan written by hand; name one",
         ("plot", "plan.json", "--profile", "another.json", "-o", "p.html"): "measured with another",
-        ("plot", "plan.json", "--profile", "plan.json", "-o", "p.html"): "is a plan, not a profile",
+        ("plot", "plan.json", "--profile", "bare.json", "-o", "p.html"): "is a plan without a profile",
     }  # fmt: skip
     for arguments, named in wanted.items():
         assert named in refused(capsys, list(arguments))
@@ -108,7 +108,9 @@ def test_without_matplotlib_the_remedy_is_named(
     for name in ("lazysched.plan_page", "lazysched.plots"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert "pip install 'lazysched[plots]'" in refused(capsys, ["plot", "plan.json", "-o", "p.html"])
+    assert "pip install 'lazysched[plot]', in a clone pip install -e '.[plot]'" in refused(
+        capsys, ["plot", "plan.json", "-o", "p.html"]
+    )
 
 
 def test_no_torch_is_loaded(in_tmp: Path) -> None:

@@ -185,7 +185,7 @@ def test_without_matplotlib_a_run_ends_well_and_says_how_to_get_the_report(
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     end_report(folder, Console(width=60))
     (line,) = capsys.readouterr().out.splitlines()
-    remedy = f"run pip install 'lazysched[plots]', then lazysched report {folder}"
+    remedy = f"run pip install 'lazysched[plot]', then lazysched report {folder}"
     assert line == f"no report: matplotlib is not installed; {remedy}"
     assert not (folder / "report.html").exists()
 

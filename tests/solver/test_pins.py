@@ -7,9 +7,11 @@ from rich.console import Console
 
 from lazysched.errors import InfeasibleError, UsageError
 from lazysched.schemas import Plan
-from lazysched.solver import Solution, solve
+from lazysched.solver import Solution, simulate_plan, solve
+from lazysched.solver.compare import compare
 from lazysched.solver.explain import Explanation, explain
 from lazysched.solver.explain_report import print_explanation
+from lazysched.solver.pin_checks import ONE_SLOT, remarks
 from lazysched.solver.pins import kept_pins, parse_pins
 from tests.solver.synthetic import tiny_profile
 
@@ -35,6 +37,7 @@ def values(plan: Plan, field: str) -> list[object]:
         ("block[1::2].save=input", "save", [1, 3], "input"),
         ("block[:3].input_tier=host", "input_tier", [0, 1, 2], "host"),
         (" block[2] . save = all", "save", [2], "all"),
+        ("block.3.save=input", "save", [3], "input"),
     ],
 )
 def test_a_pinned_decision_is_in_the_plan_and_the_rest_is_solved(
@@ -78,6 +81,11 @@ def test_what_is_pinned_may_leave_nothing_that_fits() -> None:
         ("block[0].colour=red", "field 'colour' cannot be fixed; use one of weights, state"),
         ("block[0].weights=disk", "'disk' is no tier"),
         ("block[7].weights=gpu", "names none of the 4 blocks"),
+        ("block.7.weights=gpu", "names none of the 4 blocks"),
+        ("block[0:40].weights=gpu", "40 is out of range, there are 4 blocks"),
+        ("block[-5:].weights=gpu", "-5 is out of range, there are 4 blocks"),
+        ("micro_batch=4", "--micro-batch fixes"),
+        ("batch_size=4", "use --batch-size"),
         ("block[a].weights=gpu", "is not a range"),
         ("head[0].weights=gpu", "there is one head"),
         ("embed.save=all", "only blocks save tensors"),
@@ -89,10 +97,45 @@ def test_nonsense_is_refused(pin: str, message: str) -> None:
     assert message in str(error.value)
 
 
-def test_a_variant_that_nobody_measured_and_contradictions_are_refused() -> None:
-    for pins in (("block[0].save=none",), ("block[0].weights=gpu", "block[0].weights=host"), ("block.weights=nvme",)):
-        with pytest.raises(UsageError, match="no stage can be all that"):
-            solved(*pins)
+@pytest.mark.parametrize(
+    ("pins", "message"),
+    [
+        (["block[0].save=none"], "'block[0].save=none': no variant is called 'none'; use all, input"),
+        (["block.weights=nvme"], "nothing may be on nvme here; use gpu or host; files need --nvme"),
+        (
+            ["embed.state=gpu", "block[1].weights=gpu", "block[:2].weights=host"],
+            "'block[1].weights=gpu' and 'block[:2].weights=host' contradict each other at block.1",
+        ),
+        (["block[0].weights=host", "block.state=gpu"], "contradict each other at block.0"),
+        (["block.save=all", "block.input_tier=gpu", "block.saved_tiers=host"], "no stage can be all that"),
+        (["embed.weights=gpu", "head.weights=host"], "stream together, through one slot, or not at all"),
+    ],
+)
+def test_what_nothing_can_be_is_refused_by_its_reason(pins: list[str], message: str) -> None:
+    with pytest.raises(UsageError, match="pin: ") as error:
+        solved(*pins)
+    assert message in str(error.value)
+
+
+def test_a_tied_embedding_cannot_stream() -> None:
+    tied = tiny_profile(4, tied=True)
+    with pytest.raises(UsageError, match=r"embed.weights=host.*has a GPU buffer of its own.*embed.state=host"):
+        solve(tied, batch_size=1, gpu_memory_bytes=10**9, host_memory_bytes=10**9, pins=["embed.weights=host"])
+
+
+def test_the_other_end_that_must_stream_too_is_told() -> None:
+    solution = solved("head.weights=host")
+    assert [solution.plan.stages[end].weights for end in ("embed", "head")] == ["host", "host"]
+    assert list(remarks(solution.plan, PROFILE.stages)) == [f"head.weights=host: embed is streamed too, {ONE_SLOT}"]
+    assert not list(remarks(solved("head.weights=host", "embed.weights=host").plan, PROFILE.stages))
+
+
+def test_bad_pins_of_a_plan_are_refused_wherever_it_is_simulated() -> None:
+    plan = solved().plan.model_copy(update={"pins": ["block[9].weights=gpu"]})
+    with pytest.raises(UsageError, match="names none of the 4 blocks"):
+        simulate_plan(plan)
+    with pytest.raises(UsageError, match="names none of the 4 blocks"):
+        compare(plan, plan)
 
 
 def in_words(explanation: Explanation) -> str:
