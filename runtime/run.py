@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
@@ -241,7 +241,7 @@ class Run:
             measured_step_s=result.measured_step_s, timed=result.timed, timeline=last_two_steps(self._counted),
             peak_bytes=result.peak_bytes, predicted_peak_bytes=result.predicted_peak_bytes,
             held_out_loss_before=result.held_out_loss_before, held_out_loss_after=result.held_out_loss_after,
-            versions={name: version(name) for name in ("lazysched", "torch", "transformers")},
+            versions={name: _version(name) for name in ("lazysched", "torch", "transformers")},
         )  # fmt: skip
         files = {
             LOG_FILE: log, "plan.json": self.plan.model_dump_json(indent=1),
@@ -266,3 +266,10 @@ class Run:
             peak_bytes=peak_bytes, predicted_peak_bytes=predicted_peak_bytes, held_out_loss_before=before,
             held_out_loss_after=after,
         )  # fmt: skip
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:  # it runs from its sources
+        return "not installed"

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from itertools import combinations, product
 
 from lazysched.errors import UsageError
-from lazysched.schemas import Plan, Profile, Stage, StagePlan
+from lazysched.schemas import Plan, Profile, Stage, StagePlan, Tier
 from lazysched.solver.instance import vocabulary_pairs
 from lazysched.solver.options import PLACES, Scope, stage_plan
 from lazysched.solver.pins import Pin, of_stage, parse_pins
@@ -54,16 +54,18 @@ def remarks(plan: Plan, stages: Sequence[Stage]) -> Iterator[str]:
 
 def _choices(profile: Profile, stage: Stage, scope: Scope) -> Iterator[StagePlan]:
     """Every choice for ``stage`` that differs in a field that can be fixed."""
-    places = [(w, s) for w, s in PLACES.values() if w in scope.weights and s in scope.state]
+    places: list[tuple[Tier, Tier]] = [(w, s) for w, s in PLACES.values() if w in scope.weights and s in scope.state]
     if not stage.is_block:
         yield from (StagePlan(weights=weights, state=state) for weights, state in places)
         return
     # What leaves a block goes to one tier: all of it, or its input alone.
-    tiers = [(tier, saved) for tier in scope.saved for saved in {tier, "gpu"} if saved in scope.saved]
+    tiers: list[tuple[Tier, Tier]] = [
+        (tier, saved) for tier in scope.saved for saved in scope.saved if saved in (tier, "gpu")
+    ]
     variants = [variant for listed in profile.variants[stage.structure].values() for variant in listed]
     groups = {variant.name: set(variant.saved) - {"input"} for variant in variants}
     for (weights, state), (tier, saved), name in product(places, tiers, groups):
-        kept = dict.fromkeys(groups[name], saved)
+        kept: dict[str, Tier] = dict.fromkeys(groups[name], saved)
         yield StagePlan(weights=weights, state=state, save=name, saved_tiers=kept, input_tier=tier)
 
 

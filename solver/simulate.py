@@ -144,7 +144,7 @@ def simulate(program: Program, profile: Profile, *, micro_batch: int, steps: int
         exposed_of_step(program, by_step[k], by_step[k - 1], in_line=in_line)
         for k in range(last - period + 1, last + 1)
     ]
-    engines = dict.fromkeys(engine for one in exposed for engine in one)
+    engines: dict[Engine, None] = dict.fromkeys(engine for one in exposed for engine in one)
     return Timeline(
         step_s=(compute_end_s(by_step[last]) - compute_end_s(by_step[last - period])) / period,
         exposed_s={engine: sum(one.get(engine, 0.0) for one in exposed) / period for engine in engines},

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from lazysched.runtime import checkpoint_folders, saving, train
+from lazysched.runtime import checkpoint_folders, run, saving
 from lazysched.runtime.loop import History
 from lazysched.runtime.machine import peak_rss_bytes, reset_peaks, rss_bytes
 from lazysched.runtime.session import Session
@@ -68,9 +68,9 @@ def measure_saving_beside() -> None:
 
 
 def measure_the_rest(way: str) -> None:
-    fill = train._fill
+    fill = run.Run._fill
 
-    def filling(session: Session, *more: Any) -> None:
+    def filling(self: run.Run, session: Session) -> None:
         tensors, buffers = session.tensors(), session.program.buffers.values()
         found["sizes"] = {
             "store": sum(buffer.num_bytes for buffer in buffers if buffer.kind in STORE),
@@ -78,11 +78,11 @@ def measure_the_rest(way: str) -> None:
             "snapshot": snapshot_bytes(tensors),
             "shard": MAX_SHARD_BYTES,
         }
-        measured("fill", fill)(session, *more)
+        measured("fill", fill)(self, session)
 
-    train._fill = filling
-    train.write_folder = measured("result", train.write_folder)
-    train.Checkpoints = functools.partial(saving.Checkpoints, max_shard_bytes=MAX_SHARD_BYTES)  # type: ignore
+    run.Run._fill = filling  # type: ignore[method-assign]
+    run.write_folder = measured("result", run.write_folder)
+    run.Checkpoints = functools.partial(saving.Checkpoints, max_shard_bytes=MAX_SHARD_BYTES)  # type: ignore
     if "beside" not in way:
         saving.room_bytes = lambda session: 0
         checkpoint_folders.write_checkpoint = measured("save", checkpoint_folders.write_checkpoint)
@@ -109,16 +109,16 @@ def main(model: Path, data: Path, output: Path, way: str) -> None:
     elif way == "beside":
         measure_saving_beside()
     measure_the_rest(way)
-    run, num_steps = SmallRun(model, data), NUM_SAVES if way.startswith("soak") else NUM_STEPS
+    small, num_steps = SmallRun(model, data), NUM_SAVES if way.startswith("soak") else NUM_STEPS
     options: dict[str, Any] = {"save_steps": num_steps - 1}
     if way == "resume":
         options = {"save_steps": num_steps, "resume": True}
     if way.startswith("soak"):
         options = {"save_steps": 1, "save_total_limit": 2}
-    run.train(run.plan(), output, num_steps, **options)
+    small.train(small.plan(), output, num_steps, **options)
     print(json.dumps(found | {"held": held}))
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    main(*(Path(argument) for argument in sys.argv[1:4]), sys.argv[4])
+    main(Path(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3]), sys.argv[4])
