@@ -324,9 +324,9 @@ def _beside(instance: Instance, choices: Choices) -> list[_Split]:
     length, states = len(choices.states), choices.states
     on_gpu, resident = states.count("gpu"), sum(state in RESIDENT for state in states)
     in_files = sum(state in IN_FILES for state in states)
-    kinds = [kind for kind in _kinds_in_files(instance) if kind in states] or _kinds_in_files(instance)
-    none: StateChoice = "streamed_nvme"
-    kind = kinds[0] if kinds else none
+    kinds: list[StateChoice] = [own for own in _kinds_in_files(instance) if own in states] or _kinds_in_files(instance)
+    kind: StateChoice
+    (kind,) = kinds[:1] or ("streamed_nvme",)
     rows = [_Split(a, resident, min(in_files, length - a), kind) for a in range(length - resident + 1)]
     rows += [_Split(on_gpu, b, in_files, kind) for b in range(length - on_gpu + 1)]
     rows += [_Split(a, on_gpu + resident - a, min(in_files, length - a), kind) for a in range(on_gpu + resident + 1)]
