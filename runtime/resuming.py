@@ -89,7 +89,7 @@ def _load(path: Path) -> Checkpoint:
         text = (path / LOG_FILE).read_text(encoding="utf-8") if LOG_FILE in manifest.files else ""
         rows = rows_of(text)
     except UNREADABLE_JSON as error:
-        raise UsageError(f"{path / LOG_FILE}: {error}; use another checkpoint") from None
+        raise UsageError(f"{path / LOG_FILE}: holds a row that is no step ({error}); use another checkpoint") from None
     if len(rows) != state.step:
         raise UsageError(f"{path / LOG_FILE}: has {len(rows)} rows of {state.step} steps; use another checkpoint")
     return Checkpoint(path, manifest, state, History(rows, num_restored=len(rows)))
