@@ -18,7 +18,7 @@ class LiveLog:
     """Writes rows as they become known.
 
     Args:
-        folder: the run's output folder, made if it is not there; its parent exists.
+        folder: the run's output folder, made with the first row if it is not there; its parent exists.
         rows: of the steps before, which a checkpoint brought; the file begins with them. A log of other rows that is
             there already is kept as ``log.1.jsonl``, ``log.2.jsonl`` and so on.
         warn: called with one line when the file cannot be written.
@@ -30,9 +30,9 @@ class LiveLog:
         """Whether the file lacks rows, or holds a part of one."""
         self._has_warned = False
         with self._forgiving():
-            folder.mkdir(exist_ok=True)
             self._keep_log_of_another_run()
-            self._write_all()
+            if rows:  # a run that ends before its first step leaves nothing
+                self._write_all()
 
     def __call__(self, row: StepRow) -> None:
         """Add a row; it is with the operating system when this returns, so that killing the process leaves it."""
@@ -62,6 +62,7 @@ class LiveLog:
 
     def _write_all(self) -> None:
         """Put a whole file in place of what is there: rows after the checkpoint come again, a part of one goes."""
+        self._path.parent.mkdir(exist_ok=True)
         temporary = self._path.with_name(f"{LOG_FILE}.tmp")
         try:
             temporary.write_text(self._text, encoding="utf-8")

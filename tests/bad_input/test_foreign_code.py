@@ -25,7 +25,7 @@ import _pickle, pickle, sys
 def refuse(*_args, **_kwargs):
     raise SystemExit("something was unpickled")
 
-class Refusing(pickle.Unpickler):
+class Refusing(pickle._Unpickler):  # pandas makes a class of its own of that
     def __init__(self, *args, **kwargs):
         refuse()
 

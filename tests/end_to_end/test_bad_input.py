@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from lazysched.cli import main
+from lazysched.step_rows import LOG_FILE
 from tests.bad_input.files import Files, edit, prepare
 from tests.end_to_end.tiny_folder import make_model
 
@@ -203,7 +204,7 @@ def test_losses_that_are_not_finite_stop_the_run(files: Files, capsys: pytest.Ca
     save_file(tensors, path, metadata={"format": "pt"})
     assert train(files) == 1
     assert "3 steps in a row, last in head" in one_line(capsys)
-    assert not files.output.exists()
+    assert [file.name for file in files.output.iterdir()] == [LOG_FILE]
 
 
 def test_an_output_folder_with_other_files_is_left_alone(files: Files, capsys: pytest.CaptureFixture[str]) -> None:

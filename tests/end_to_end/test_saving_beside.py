@@ -18,6 +18,7 @@ from lazysched.runtime import checkpoint_folders, saving, snapshot
 from lazysched.runtime.checkpoint_folders import check_checkpoint, checkpoint_steps
 from lazysched.runtime.loop import TrainingLoop
 from lazysched.schemas import Dtype, Plan, StateFormat, Tier
+from lazysched.step_rows import LOG_FILE
 from tests.end_to_end.small_runs import SmallRun, at_step, log_of, weights_of
 from tests.one_thread import one_thread
 
@@ -172,7 +173,7 @@ def test_a_second_ctrl_c_gives_up_what_is_written_and_leaves_nothing_of_it(
     with pytest.raises(KeyboardInterrupt):
         run.train(plan, tmp_path / "out", 6, save_steps=2)
     assert writer.begun == writer.ended == [2]
-    assert [*(tmp_path / "out").iterdir()] == []
+    assert [path.name for path in (tmp_path / "out").iterdir()] == [LOG_FILE]
 
 
 def test_a_run_that_fails_waits_for_what_is_written(
@@ -186,7 +187,7 @@ def test_a_run_that_fails_waits_for_what_is_written(
     at_step(monkeypatch, {3: fail})
     with pytest.raises(RunError, match="step 3: failed"):
         run.train(plan, tmp_path / "out", 6, save_steps=2)
-    assert [path.name for path in (tmp_path / "out").iterdir()] == ["checkpoint-2"]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["checkpoint-2", LOG_FILE]
     check_checkpoint(tmp_path / "out" / "checkpoint-2")
 
 
@@ -196,7 +197,7 @@ def test_a_fault_of_our_own_in_the_writer_ends_the_run(
     monkeypatch.setattr(saving, "write_model", lambda *_: {}["absent"])
     with pytest.raises(KeyError, match="absent"):
         run.train(plan, tmp_path / "out", 4, save_steps=2)
-    assert [*(tmp_path / "out").iterdir()] == []
+    assert [path.name for path in (tmp_path / "out").iterdir()] == [LOG_FILE]
 
 
 def test_without_room_training_waits_and_it_is_said_once(

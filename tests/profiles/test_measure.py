@@ -266,7 +266,7 @@ def test_wrong_arguments_are_one_line(arguments: dict[str, Any], message: str) -
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_missing_gpu_is_refused() -> None:
-    with pytest.raises(UsageError, match="device: 'cuda' is not available"):
+    with pytest.raises(UsageError, match="device: cuda is not available"):
         profile("config.json", device="cuda")
 
 

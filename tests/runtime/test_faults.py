@@ -27,6 +27,7 @@ from lazysched.runtime.model import Model
 from lazysched.runtime.operations import Operations, StepContext
 from lazysched.runtime.session import Session
 from lazysched.schemas import Op, Plan, Prediction
+from lazysched.step_rows import LOG_FILE
 from tests.end_to_end.tiny_folder import make_data, make_model
 from tests.runtime.test_arena import FakeCudart
 from tests.runtime.test_loop import make_session, plan_for
@@ -183,7 +184,9 @@ class Folder:
         self.before = self.files()
 
     def files(self) -> set[Path]:
-        return set(self.path.rglob("*"))
+        """All but the log of a run's steps, which stays."""
+        output, found = self.path / "out", set(self.path.rglob("*"))
+        return found - ({output, output / LOG_FILE} if [*output.glob("*")] == [output / LOG_FILE] else set())
 
     def train(self) -> int:
         return main(

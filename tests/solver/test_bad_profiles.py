@@ -149,7 +149,7 @@ def test_profiles(name: str, document: Document, tmp_path: Path, capsys: pytest.
         (["--batch-size", "0"], "--batch-size"),
         (["--batch-size", "1000000000"], f"batch_size: 1000000000 is 1000000000 micro-batches of 1 rows, a step of "
          f"this model has {MAX_PASSES // 5} at most; use at most {MAX_PASSES // 5} or profile a larger --micro-batch"),
-        (["--batch-size", "1" + "0" * 30], "batch_size: 1000000000000000000000000000000 is"),
+        (["--batch-size", "1" + "0" * 30], "--batch-size: '1000000000000000000000000000000' is no number of rows"),
     ],
 )  # fmt: skip
 def test_options(
