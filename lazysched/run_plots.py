@@ -39,7 +39,8 @@ def draw_loss(
         num_restored: steps that earlier processes did.
     """
     _draw_line(axes, log.loss, "loss")
-    ends = pd.Series([before, after], index=[num_restored, log.index[-1]], dtype=float)
+    # A run that was resumed at its end has one point for both.
+    ends = pd.Series({num_restored: before} | ({log.index[-1]: after} if after is not None else {}), dtype=float)
     held_out = ends.combine_first(log.held_out_loss).dropna()
     if len(held_out):
         axes.plot(held_out.index, held_out, "o-", color=SECOND, markersize=5, linewidth=1, label="held-out loss")

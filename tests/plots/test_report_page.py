@@ -208,6 +208,9 @@ def test_held_out_losses_are_points_where_they_were_taken() -> None:
     axes = Figure().subplots()
     draw_loss(axes, log_frame([*rows(6)]), before=3.25, after=0.75, num_restored=2)
     assert np.asarray(axes.lines[1].get_xydata()).tolist() == [[2, 3.25], [4, 2.5], [6, 0.75]]
+    axes = Figure().subplots()
+    draw_loss(axes, log_frame([*rows(6)]), before=0.75, after=0.75, num_restored=6)
+    assert np.asarray(axes.lines[1].get_xydata()).tolist() == [[4, 2.5], [6, 0.75]]
 
 
 def test_skipped_steps_are_marked() -> None:
