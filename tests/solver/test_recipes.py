@@ -89,7 +89,7 @@ def test_one_variant_gets_its_best_residency_and_depth(gpu_gb: float, cpu_params
 
 
 def test_a_recipe_gets_its_best_lag() -> None:
-    """Where what leaves sets the pace, a second slot for it pays."""
+    """None that the solver searches would be faster, on slow links."""
     profile = tiny_profile(
         6, block_params=300_000, vocabulary_params=100_000, saved_bytes=MB, link_bytes_per_s=6e7, cpu_params_per_s=3e8
     )
@@ -101,8 +101,7 @@ def test_a_recipe_gets_its_best_lag() -> None:
         simulate_plan(recipe.plan.model_copy(update={"d2h_lag": lag, "profile": profile}), steps=SIMULATED_STEPS).step_s
         for lag in D2H_LAGS
     ]
-    assert steps[1] < steps[0] * 0.99
-    assert recipe.timeline.step_s == min(steps)
+    assert recipe.timeline.step_s == pytest.approx(min(steps), rel=1e-9)
 
 
 @pytest.mark.parametrize(("gpu_gb", "host_gb"), [(0.04, 0.06), (0.05, 0.04)])
