@@ -35,6 +35,7 @@ KINDS: list[Kind] = [
     # saved tensors leave and come back
     ("compute: forward", "d2h: save", 0),
     ("d2h: save", "compute: forward", 0),
+    ("d2h: save", "compute: loss", 0),
     ("d2h: save", "h2d: fetch", 0),
     ("h2d: fetch", "compute: backward", 0),
     ("compute: backward", "h2d: fetch", 0),
