@@ -77,11 +77,14 @@ def test_saving_beside_training_holds_one_copy_and_gives_it_back(model: Path, tm
 @pytest.mark.slow
 def test_a_real_gguf_file_needs_less_to_be_converted_than_its_store(smollm2_gguf: Path, tmp_path: Path) -> None:
     """Converting holds the whole model in fp32, as README says, but before the store is made, and gives it back."""
-    found = program("memory_of_runs", smollm2_gguf, make_data(tmp_path / "data.jsonl", 10), tmp_path / "out", "gguf")
+    data = tmp_path / "data.jsonl"
+    data.write_text((json.dumps({"text": "one and one is two"}) + "\n") * 10)  # its template is longer than the rows
+    found = program("memory_of_runs", smollm2_gguf, data, tmp_path / "out", "gguf")
     check_filling(found)
     convert, store_bytes = found["convert"], found["sizes"]["store"]
     assert convert["peak"] - convert["before"] <= store_bytes + found["sizes"]["tensor"] + SLACK_BYTES
-    assert convert["after"] - convert["before"] <= 0.1 * store_bytes
+    # Half of the model in fp32: transformers' modules and torch's heap stay, the model does not.
+    assert convert["after"] - convert["before"] <= 0.2 * store_bytes
 
 
 @pytest.mark.slow
