@@ -36,6 +36,9 @@ def end_report(folder: Path, console: Console) -> None:
     except LazyschedError as error:
         say(console, f"no report: {error}, then lazysched report {folder}")
         return
+    except Exception as error:  # the model is saved: a fault of ours in a picture must not make the run one that failed
+        say(console, f"no report: {type(error).__name__}: {error}; the model is saved, please tell us")
+        return
     say(console, f"report: {folder / REPORT_FILE}")
 
 

@@ -105,6 +105,7 @@ def _run(words: list[str], block: Block, capsys: pytest.CaptureFixture[str]) -> 
     code = main(scaled(words)[1:])
     said = capsys.readouterr()
     assert code in ({0, 1} if words[1] in ANY_END else {0}), f"{shown}: {said.err}"
+    assert "no report" not in said.out, shown
     return said.out + said.err
 
 

@@ -190,6 +190,16 @@ def test_without_matplotlib_a_run_ends_well_and_says_how_to_get_the_report(
     assert not (folder / "report.html").exists()
 
 
+def test_a_fault_in_a_picture_does_not_fail_a_run_whose_model_is_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = folder_of(tmp_path / "out", rows(2))
+    monkeypatch.setattr("lazysched.report_page.report_page", lambda _: 1 / 0)
+    end_report(folder, Console(width=200))
+    assert capsys.readouterr().out.startswith("no report: ZeroDivisionError: division by zero; the model is saved")
+    assert not (folder / "report.html").exists()
+
+
 # ---- pictures
 
 
