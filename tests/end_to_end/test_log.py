@@ -7,7 +7,6 @@ import math
 import multiprocessing
 import os
 import signal
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +14,9 @@ import pytest
 import torch
 
 from lazysched.errors import RunError, StoppedError
-from lazysched.runtime.progress import ProgressReport
 from lazysched.schemas import Plan
-from lazysched.step_rows import LOG_FILE, MEASURED, StepRow, rows_of
-from tests.end_to_end.small_runs import SmallRun, log_of
+from lazysched.step_rows import LOG_FILE, MEASURED, rows_of
+from tests.end_to_end.small_runs import SmallRun, at_step, log_of
 from tests.end_to_end.tiny_folder import make_data
 from tests.one_thread import one_thread
 
@@ -26,32 +24,10 @@ __all__ = ["one_thread"]
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> SmallRun:
-    return SmallRun.make(tmp_path_factory.mktemp("small"))
-
-
-@pytest.fixture(scope="module")
-def plan(run: SmallRun) -> Plan:
-    return run.plan()
-
-
-@pytest.fixture(scope="module")
 def whole(run: SmallRun, plan: Plan, tmp_path_factory: pytest.TempPathFactory) -> Path:
     output = tmp_path_factory.mktemp("whole") / "out"
     run.train(plan, output, 6, save_steps=2)
     return output
-
-
-def at_step(monkeypatch: pytest.MonkeyPatch, step: int, action: Callable[[], object]) -> None:
-    """Do something when the numbers of a step are shown."""
-    show = ProgressReport.__call__
-
-    def showing(self: ProgressReport, row: StepRow) -> None:
-        show(self, row)
-        if row.step + 1 == step:
-            action()
-
-    monkeypatch.setattr(ProgressReport, "__call__", showing)
 
 
 def test_rows_say_what_the_step_did_and_took(whole: Path) -> None:
@@ -82,7 +58,7 @@ def test_the_log_is_there_while_the_run_trains(
 ) -> None:
     seen: list[int] = []
     log = tmp_path / "out" / LOG_FILE
-    at_step(monkeypatch, 3, lambda: seen.append(len(rows_of(log.read_text()))))
+    at_step(monkeypatch, {3: lambda: seen.append(len(rows_of(log.read_text())))})
     run.train(plan, tmp_path / "out", 4)
     assert seen == [3]
 
@@ -92,7 +68,7 @@ def killed(arguments: tuple[SmallRun, Plan, Path, dict[str, Any]]) -> None:
     run, plan, output, options = arguments
     torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch:
-        at_step(patch, 5, lambda: os.kill(os.getpid(), signal.SIGKILL))
+        at_step(patch, {5: lambda: os.kill(os.getpid(), signal.SIGKILL)})
         run.train(plan, output, 6, **options)
 
 
@@ -125,7 +101,7 @@ def test_a_failed_run_keeps_its_log_and_says_what_the_numbers_were(
     assert not any(math.isfinite(row.grad_norm) for row in rows[-3:])
     # The next try in this folder keeps it too.
     with monkeypatch.context() as patch:
-        at_step(patch, 1, lambda: 1 / 0)
+        at_step(patch, {1: lambda: 1 / 0})
         with pytest.raises(ZeroDivisionError):
             run.train(plan, tmp_path / "out", 2)
     assert sorted(os.listdir(tmp_path / "out")) == ["log.1.jsonl", LOG_FILE]
@@ -157,7 +133,7 @@ def test_a_row_whose_held_out_loss_was_interrupted_is_there(
 def test_a_stopped_run_keeps_its_log(
     run: SmallRun, plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    at_step(monkeypatch, 1, lambda: os.kill(os.getpid(), signal.SIGINT))
+    at_step(monkeypatch, {1: lambda: os.kill(os.getpid(), signal.SIGINT)})
     with pytest.raises(StoppedError, match="stopped after step 1"):
         run.train(plan, tmp_path / "out", 4)
     assert len(log_of(tmp_path / "out")) == 1
