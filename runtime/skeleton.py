@@ -11,6 +11,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from lazysched.errors import UsageError
+from lazysched.runtime.held_warnings import tell_held_warnings
 from lazysched.schemas import Stage
 
 
@@ -28,6 +29,7 @@ def build_skeleton(config: PretrainedConfig) -> PreTrainedModel:
             f"model: {config.model_type!r} cannot be built ({_reason(error, config)}); use a valid decoder-only model"
         ) from None
     _refuse_dropout(model)
+    tell_held_warnings()
     return model.eval()  # type: ignore[no-any-return]
 
 

@@ -15,6 +15,7 @@ from transformers import AutoConfig, PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from lazysched.errors import UNREADABLE_JSON, UsageError, short_repr
+from lazysched.runtime.held_warnings import warnings_held
 from lazysched.runtime.tensor_reader import open_safetensors
 
 _INDEX = "model.safetensors.index.json"
@@ -135,7 +136,8 @@ def _load_config(path: Path) -> PretrainedConfig:
         )
     _check_sizes(path, raw)
     try:
-        config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        with warnings_held():
+            config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # nonsense in a setting fails anywhere in transformers, in any way
         raise UsageError(f"{path}: transformers cannot read this configuration ({_one_line(error)}); {_MEND}") from None
     assert isinstance(config, PretrainedConfig)

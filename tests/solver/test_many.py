@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import psutil  # type: ignore[import-untyped]
@@ -25,6 +26,14 @@ class Deadly:
 
 
 @pytest.fixture(autouse=True)
+def _no_worker_stays() -> Iterator[None]:
+    """Other tests of this process have children too, such as the resource tracker of multiprocessing."""
+    before = psutil.Process().children()
+    yield
+    assert [child for child in psutil.Process().children() if child not in before] == []
+
+
+@pytest.fixture(autouse=True)
 def _two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda _: range(2))
 
@@ -33,7 +42,6 @@ def test_a_worker_that_dies_is_told() -> None:
     request = Request(Deadly(), {})  # type: ignore[arg-type]
     with pytest.raises(RunError, match="a process that was solving died"):
         answer_all([request, request])
-    assert psutil.Process().children() == []
 
 
 def test_an_interrupt_ends_the_workers_at_once() -> None:
@@ -42,7 +50,6 @@ def test_an_interrupt_ends_the_workers_at_once() -> None:
 
     with pytest.raises(KeyboardInterrupt):
         answer_all([Request(tiny_profile(2), SETTINGS)] * 4, interrupt)
-    assert psutil.Process().children() == []
 
 
 def test_combinations_explored_in_processes_give_the_same_plan(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,4 +69,3 @@ def test_combinations_explored_in_processes_give_the_same_plan(monkeypatch: pyte
     together = solve(profile, **settings)
     assert started
     assert together.plan.stages == alone.plan.stages
-    assert psutil.Process().children() == []
