@@ -67,7 +67,14 @@ def solve(
         Literal["hybrid8", "fp32"], typer.Option(help="8-bit optimizer state, or the exact fp32 reference.")
     ] = "hybrid8",
     time_limit: Annotated[float, typer.Option(min=0, help="Seconds after which the best plan so far is taken.")] = 30.0,
-    gap: Annotated[float, typer.Option(min=0, help="Distance to the bound that counts as optimal.")] = 0.01,
+    gap: Annotated[
+        float | None,
+        typer.Option(
+            min=0,
+            show_default="0.01, given up where it takes long",
+            help="Distance to the bound that counts as optimal; the time limit is used up to prove it.",
+        ),
+    ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the solver.")] = 0,
     sweep: Annotated[
         str | None,

@@ -75,6 +75,8 @@ class Search:
         self.bounds: dict[Candidate, float] = {}
         self.compared: dict[Rule, Found | None] = {}
         self.recipes_until_s = math.inf
+        self.proven_s: float | None = None
+        """Bound with whole budgets, once these were tightened."""
 
     def run(self) -> Solution:
         """All parts; the best plan so far when Ctrl-C ends them early."""
@@ -100,6 +102,7 @@ class Search:
             winner = self._winner()
             if winner is not None:
                 return self._solution(improved(self.judge, winner, self.whole_watch.has_time))
+            self.proven_s = self.proven_s or min(self.bounds.values())
             self.found.clear()
         raise AssertionError("memory rows and simulation disagree beyond tightening")
 
@@ -130,8 +133,9 @@ class Search:
 
     def search_options(self) -> None:
         """All parts but the last resort and the proof."""
-        self._recipes()
         self._bound_all()
+        if min(self.bounds.values()) < math.inf:
+            self._recipes()
         self._explore()
         self._vary()
 
@@ -162,7 +166,8 @@ class Search:
 
     def _tries_recipe(self, best: Found | None) -> bool:
         """Whether to go on, where a rule has found ``best`` so far."""
-        return self.watch.elapsed_s < self.recipes_until_s or (best is None and not self.found)
+        until_s = self.recipes_until_s if best or self.found else math.inf
+        return self.watch.has_time() and self.watch.elapsed_s < until_s
 
     def _bound_all(self) -> None:
         """Quick bounds of all combinations, which hold for every prefetch depth and D2H lag."""
@@ -222,10 +227,13 @@ class Search:
             self.bounds |= dict.fromkeys(variations(candidate), bound_s)
         best = min(self.found.values(), key=_step_s)
         if self.watch.has_time() and self._may_improve(best.candidate):
-            self._solve_program(best.candidate, self._program(best.candidate), self._share_s())
+            share_s = min(self._share_s(), max(self.watch.remaining_s / 2, MIN_PROOF_S))
+            self._solve_program(best.candidate, self._program(best.candidate), share_s)
 
     def _share_s(self) -> float:
         """Time for one part of the proof."""
+        if self.settings.proves_to_the_end:
+            return self.watch.remaining_s
         return min(max(MIN_PROOF_S, PROOF_SHARE * self.watch.elapsed_s), self.watch.remaining_s)
 
     def _improve(self, candidate: Candidate, start: Choices) -> None:
@@ -343,7 +351,7 @@ class Search:
         return Solution(plan, timeline, self._shown_recipes(), tried, interrupted)
 
     def _report(self, objective_s: float, interrupted: bool) -> SolverReport:
-        bound_s = min([objective_s, *self.bounds.values()])
+        bound_s = min(objective_s, min(self.bounds.values()) if self.proven_s is None else self.proven_s)
         gap = (objective_s - bound_s) / objective_s
         return SolverReport(
             status="optimal" if gap <= self.settings.gap and not interrupted else "feasible",

@@ -157,7 +157,7 @@ def _best_of_instance(rule: Rule, instance: Instance, limits: Budgets, below_s: 
     if not saves:
         return None
     replay, best = WindowReplay(instance), None
-    states = _state_rows(rule, instance, _edges(instance))
+    states = _state_rows(rule, instance, _edges(rule, instance))
     for _ in range(MAX_REFINEMENTS):
         found = _fastest(replay, limits, _combined(rule, instance, saves, states))
         if found is None or found.step_s >= below_s:
@@ -302,7 +302,7 @@ def _state_rows(rule: Rule, instance: Instance, splits: Iterable[_Split]) -> lis
     return [row for row in rows if all(state in own for state, own in zip(row, allowed, strict=True))]
 
 
-def _edges(instance: Instance) -> list[_Split]:
+def _edges(rule: Rule, instance: Instance) -> list[_Split]:
     """Splits with at most two kinds of state, not more than about ``COARSE`` of each where blocks are many.
 
     Of files, all that the host updates is in them, or nothing.
@@ -310,6 +310,8 @@ def _edges(instance: Instance) -> list[_Split]:
     length = instance.num_blocks
     each = [*range(0, length, max(1, length // COARSE)), length]
     counts = [(n, 0) for n in each] + [(0, n) for n in each] + [(n, length - n) for n in each]
+    if rule.streams_all:
+        counts = [(0, 0)]
     apart = [_Split(a, b) for a, b in counts]
     return apart + [_Split(a, b, length - a, kind) for kind in _kinds_in_files(instance) for a, b in counts]
 

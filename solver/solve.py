@@ -21,6 +21,8 @@ UNPLANNED_BYTES: dict[Tier, int] = {"gpu": 5 * 10**8, "host": 8 * 10**9}
 """Left out of what was free when that is the budget: beside a plan's buffers the driver takes some of the GPU for what
 is page-locked and loaded later, and the process some of the host for libraries, compiler workers and data."""
 
+DEFAULT_GAP = 0.01
+
 
 def solve(
     profile: Profile,
@@ -35,7 +37,7 @@ def solve(
     check_finite: bool = True,
     optimizer_state: StateFormat = "hybrid8",
     time_limit_s: float = 30.0,
-    gap: float = 0.01,
+    gap: float | None = None,
     seed: int = 0,
     report: Callable[[Progress], None] | None = None,
 ) -> Solution:
@@ -56,7 +58,8 @@ def solve(
             the backward.
         optimizer_state: ``hybrid8`` has 8-bit moments, ``fp32`` is the exact reference.
         time_limit_s: wall-clock seconds for the search.
-        gap: a plan within this share of the lower bound is good enough.
+        gap: a plan within this share of the lower bound is good enough, and the time limit is used up to prove it.
+            None: 1 %, and a proof that takes half as long again as the search for plans is given up.
         seed: of the search and of HiGHS; the same seed gives the same plan unless a wall-clock limit cut in.
         report: called whenever a faster plan is found or a bound raised.
 
@@ -68,7 +71,7 @@ def solve(
     """
     scope = _scope(profile, nvme_bytes, EXECUTABLE if executable_only else EVERYTHING)
     given: dict[Tier, int | None] = {"gpu": gpu_memory_bytes, "host": host_memory_bytes, "nvme": nvme_bytes or None}
-    check_arguments(time_limit_s, gap, seed, given)
+    check_arguments(time_limit_s, DEFAULT_GAP if gap is None else gap, seed, given)
     if optimizer_state not in get_args(StateFormat):
         raise UsageError(f"optimizer_state: {optimizer_state!r} is not known; use {' or '.join(get_args(StateFormat))}")
     check_model(profile)
@@ -83,7 +86,8 @@ def solve(
     fixed = parse_pins(pins, profile.stages)
     check_pins(fixed, profile, scope)
     settings = Settings(
-        profile, batch_size, budget_bytes, memories, update, optimizer_state, fixed, scope, time_limit_s, gap, seed,
+        profile, batch_size, budget_bytes, memories, update, optimizer_state, fixed, scope, time_limit_s,
+        DEFAULT_GAP if gap is None else gap, seed, proves_to_the_end=gap is not None,
     )  # fmt: skip
     return Search(settings, report).run()
 

@@ -36,6 +36,7 @@ class Settings:
     time_limit_s: float
     gap: float
     seed: int
+    proves_to_the_end: bool = False
 
 
 class Space:

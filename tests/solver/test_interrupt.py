@@ -38,9 +38,10 @@ print("ready", flush=True)
 sys.exit(main(sys.argv[1:]))
 """
 BEFORE_ANY_PLAN = 'press_in(recipes, "best_of_rule")'
-AFTER_THE_RECIPES = 'press_in(outer_search, "count_bound_s")'
+AMID_THE_BOUNDS = 'press_in(outer_search, "count_bound_s")'
+AFTER_THE_RECIPES = 'press_in(outer_search.Search, "_explore")'
 WHILE_DESCENDING = 'press_in(outer_search, "explore_all")'
-BEFORE_A_PROGRAM = 'press_in(highs._WarmHighs, "callSolver", calls_before=12)'
+BEFORE_A_PROGRAM = 'press_in(highs._WarmHighs, "callSolver", calls_before=18)'  # 15 give quick bounds
 AMID_THE_PROOF = 'press_in(milp.PlacementProgram, "solve", delay_s=0.1)'
 OTHER_PROCESSES = "os.sched_getaffinity = lambda _: range(8); explore.PARALLEL_BLOCKS = 1"
 AMID_OTHER_PROCESSES = 'press_in(outer_search, "explore_all", delay_s=2.0)'
@@ -100,8 +101,9 @@ def check_incumbent(ended: Ended) -> None:
     assert ended.plan.predicted.peak_bytes["gpu"] <= 24 * 10**9
 
 
-def test_nothing_is_written_before_there_is_a_plan(profile_file: Path, tmp_path: Path) -> None:
-    check_nothing(pressed(profile_file, tmp_path, BEFORE_ANY_PLAN))
+@pytest.mark.parametrize("press", [AMID_THE_BOUNDS, BEFORE_ANY_PLAN])
+def test_nothing_is_written_before_there_is_a_plan(profile_file: Path, tmp_path: Path, press: str) -> None:
+    check_nothing(pressed(profile_file, tmp_path, press))
 
 
 @pytest.mark.parametrize("press", [AFTER_THE_RECIPES, WHILE_DESCENDING, BEFORE_A_PROGRAM, AMID_THE_PROOF])

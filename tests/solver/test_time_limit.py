@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from lazysched.errors import InfeasibleError
 from lazysched.schemas import Update
 from lazysched.solver import Solution, explore, outer_search, recipes, solve, stopwatch
 from lazysched.solver.instance import Candidate, Instance
@@ -110,7 +111,50 @@ def test_without_time_and_recipes_a_plan_that_fits_is_found(clock: Clock, monkey
     clock.takes_s = {"best_of_rule": LIMIT_S}
     monkeypatch.setattr(recipes, "_best_of_instance", lambda *_: None)
     assert not [recipe for recipe in solved().recipes if recipe.plan is not None]
-    assert clock.calls["best_of_rule"] > 2
+    assert clock.calls["best_of_rule"] == 1
+
+
+def test_where_no_bound_is_finite_nothing_is_tried(clock: Clock) -> None:
+    with pytest.raises(InfeasibleError):
+        solve(PROFILE, batch_size=2, gpu_memory_bytes=5 * MB, host_memory_bytes=1000 * MB, time_limit_s=LIMIT_S)
+    assert clock.calls["count_bound_s"] > 0
+    assert clock.calls["best_of_rule"] == clock.calls["explore"] == 0
+
+
+def test_a_proof_is_given_up_unless_a_gap_was_asked_for(clock: Clock) -> None:
+    """Relaxations take 5 s and prove nothing here; the search before them takes none."""
+
+    def relaxations(gap: float | None) -> int:
+        clock.calls.clear()
+        with clock.monkeypatch.context() as patch:
+            patch.setattr(outer_search.Search, "_may_improve", lambda *_: True)
+            patch.setattr(outer_search.Search, "_explore", outer_search.Search._vary)
+            clock.takes_s = {"lower_bound_s": 5.0}
+            solve(PROFILE, batch_size=2, gpu_memory_bytes=GPU_BYTES, time_limit_s=LIMIT_S, gap=gap)
+        return clock.calls["lower_bound_s"]
+
+    assert relaxations(None) == 1
+    assert relaxations(0.01) > 5
+
+
+def test_a_bound_holds_for_the_whole_budget_though_less_of_it_was_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = solved().plan.solver
+    real, tightened = outer_search.Search._winner, []
+
+    def tightening(search: outer_search.Search) -> Any:
+        if tightened:
+            return real(search)
+        tightened.append(True)
+        search.space.withheld_bytes["gpu"] += 10 * MB
+        return None
+
+    monkeypatch.setattr(outer_search.Search, "_winner", tightening)
+    less = solved().plan.solver
+    assert whole is not None
+    assert less is not None
+    small_terms = 2e-5  # that break ties in the program's objective, as a share of the step
+    assert less.objective_s > whole.objective_s * (1 + 2 * small_terms)
+    assert less.bound_s <= whole.objective_s * (1 + small_terms)
 
 
 def test_descent_stops_where_it_is() -> None:
