@@ -13,7 +13,7 @@ each file named has the full legend of its letters and the rows with their reaso
         ta  fetches for w, tr the rest of them: after their saves, before the backward, slots as uploads
         ty  copies to host:    ty[w] >= tc[w] + one micro-batch;  ty[w+1] >= ty[w] + m save[w] or grads[w];
                                back-pressure: what comes lag + 1 copies later waits for the slot
-        te, cc  updates:       tx[w] + T >= te + sum of the host's updates up to w, te after the norm (exact)
+        te, cc  updates:       tx[w] + T >= te + sum of the host's updates up to w; te after norm    ``update_rows``
         again[w] uploads for a segment that runs again                                                  ``segment_rows``
         tn, tv, tu, ts  reads and writes of files, chained like the other engines                       ``file_rows``
     memory (GB)                                                                                         ``memory_rows``

@@ -24,10 +24,10 @@ from importlib.metadata import version
 
 from lazysched.errors import UsageError
 from lazysched.schemas import SolverReport
-from lazysched.solver import infeasible, recipes, remedies
+from lazysched.solver import infeasible, remedies
 from lazysched.solver.bounds import count_bound_s
 from lazysched.solver.choice_batch import ChoiceBatch
-from lazysched.solver.explore import D2H_LAGS, PREFETCH_DEPTHS, Task, explore_all, polished, shallowest, variations
+from lazysched.solver.explore import PREFETCH_DEPTHS, Task, explore_all, polished, shallowest, variations
 from lazysched.solver.instance import Candidate
 from lazysched.solver.interrupts import INTERRUPTS
 from lazysched.solver.judge import Judge, Judged
@@ -35,7 +35,7 @@ from lazysched.solver.last_round import improved
 from lazysched.solver.milp import PlacementProgram
 from lazysched.solver.options import EXECUTABLE
 from lazysched.solver.plans import Choices, Found
-from lazysched.solver.recipes import Recipe, Rule
+from lazysched.solver.recipe_search import RecipeSearch
 from lazysched.solver.solution import Progress, Solution, Tried
 from lazysched.solver.space import Settings, Space
 from lazysched.solver.stopwatch import Stopwatch
@@ -49,8 +49,6 @@ MAX_TIGHTENINGS = 3
 """How often budgets are tightened when the simulation disagrees with the memory rows."""
 EXECUTED_SHARE = 0.4
 """Of the time limit, for plans that are executed where others are looked for too."""
-RECIPES_SHARE = 0.5
-"""Of the time limit, after which no further recipe is tried if one has a plan."""
 LAST_SHARE = 0.1
 """Of the time limit, for judging and the last round: the other parts end so much earlier."""
 MIN_PROOF_S, PROOF_SHARE = 2.0, 0.5
@@ -73,8 +71,7 @@ class Search:
         self.judge = Judge(self.space)
         self.found: dict[Candidate, Found] = {}
         self.bounds: dict[Candidate, float] = {}
-        self.compared: dict[Rule, Found | None] = {}
-        self.recipes_until_s = math.inf
+        self.recipes = RecipeSearch(self.space, self.watch)
         self.proven_s: float | None = None
         """Bound with whole budgets, once these were tightened."""
 
@@ -92,7 +89,7 @@ class Search:
     def _search(self) -> Solution:
         """Tightens the budgets when the simulation of the winner exceeds them."""
         for _ in range(MAX_TIGHTENINGS + 1):
-            self.compared.clear()
+            self.recipes.compared.clear()
             self._what_is_executed()
             self.search_options()
             if not self.found:
@@ -128,46 +125,17 @@ class Search:
             first.search_options()
         for found in first.found.values():
             self._keep_own(found, first.space)
-        for rule, best in first.compared.items():
-            self.compared[rule] = best and self.space.transferred(best, first.space.instance(best.candidate))
+        for rule, best in first.recipes.compared.items():
+            transferred = best and self.space.transferred(best, first.space.instance(best.candidate))
+            self.recipes.compared[rule] = transferred
 
     def search_options(self) -> None:
         """All parts but the last resort and the proof."""
         self._bound_all()
         if min(self.bounds.values()) < math.inf:
-            self._recipes()
+            self.recipes.run(lambda found: self._keep_own(found, self.space), lambda: bool(self.found))
         self._explore()
         self._vary()
-
-    def _recipes(self) -> None:
-        """Those that the time does not suffice for are left out of the comparison."""
-        num_blocks = len(self.settings.profile.stages) - 2
-        self.recipes_until_s = self.watch.elapsed_s + RECIPES_SHARE * self.watch.remaining_s
-        for rule in recipes.rules_within(self.settings.scope):
-            if rule in self.compared:
-                continue
-            if not self._tries_recipe(None):
-                break
-            candidates = recipes.candidates_of_rule(
-                rule,
-                self.space.accumulations,
-                self.space.limits,
-                self.settings.host_memories,
-                PREFETCH_DEPTHS,
-                D2H_LAGS,
-                num_blocks,
-            )
-            instances = [instance for instance in map(self.space.instance, candidates) if instance.has_options]
-            found = recipes.best_of_rule(rule, instances, self.space.budgets, self._tries_recipe)
-            if found is not None or self._tries_recipe(None):
-                self.compared[rule] = found
-            if found is not None:
-                self._keep_own(found, self.space)
-
-    def _tries_recipe(self, best: Found | None) -> bool:
-        """Whether to go on, where a rule has found ``best`` so far."""
-        until_s = self.recipes_until_s if best or self.found else math.inf
-        return self.watch.has_time() and self.watch.elapsed_s < until_s
 
     def _bound_all(self) -> None:
         """Quick bounds of all combinations, which hold for every prefetch depth and D2H lag."""
@@ -303,9 +271,8 @@ class Search:
 
         The recipes' plans are among them: the quick replay ranks plans, the simulation may rank them otherwise.
         """
-        by_recipe = [found for found in self.compared.values() if found is not None]
         finalists = sorted(self.found.values(), key=_step_s)[:NUM_FINALISTS]
-        best, excess = self.judge.fastest(dict.fromkeys([*finalists, *by_recipe]))
+        best, excess = self.judge.fastest(dict.fromkeys([*finalists, *self.recipes.found()]))
         for budget, size in excess.items():
             self.space.withheld_bytes[budget] += size
         return best
@@ -348,7 +315,7 @@ class Search:
             Tried(c, bound, self.found[c].step_s if c in self.found else None)
             for c, bound in sorted(self.bounds.items(), key=lambda item: item[1])
         ]
-        return Solution(plan, timeline, self._shown_recipes(), tried, interrupted)
+        return Solution(plan, timeline, self.recipes.shown(self.judge), tried, interrupted)
 
     def _report(self, objective_s: float, interrupted: bool) -> SolverReport:
         bound_s = min(objective_s, min(self.bounds.values()) if self.proven_s is None else self.proven_s)
@@ -362,16 +329,6 @@ class Search:
             time_s=self.whole_watch.elapsed_s,
             versions={name: version(name) for name in ("highspy", "pulp")},
         )
-
-    def _shown_recipes(self) -> list[Recipe]:
-        rules = [rule for rule in recipes.rules_within(self.settings.scope) if rule in self.compared]
-        return [self._recipe(rule.name, self.compared[rule]) for rule in rules]
-
-    def _recipe(self, name: str, found: Found | None) -> Recipe:
-        if found is None:
-            return Recipe(name, None, None)
-        judged = self.judge.simulated(found)
-        return Recipe(name, judged.plan, judged.timeline)
 
 
 def _step_s(found: Found) -> float:

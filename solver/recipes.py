@@ -7,77 +7,24 @@ and how many send what they save to the host. The fastest combination that fits 
 
 from __future__ import annotations
 
-import itertools
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import dataclass
 
 import numpy as np
 
-from lazysched.schemas import HostMemory, Plan, Tier
+from lazysched.schemas import HostMemory, Plan
 from lazysched.solver.choice_batch import ChoiceBatch, Ints
 from lazysched.solver.instance import Candidate, Instance
 from lazysched.solver.memory_rows import Budgets
-from lazysched.solver.options import IN_FILES, RESIDENT, STATE_CHOICES, STREAMED, SaveOption, Scope, StateChoice
-from lazysched.solver.plans import Choices, Found
-from lazysched.solver.search import TIE, allowed_states, rank_s
+from lazysched.solver.plans import Found
+from lazysched.solver.recipe_choices import edge_splits, saves_of, saving_bound_s, splits_beside, state_rows
+from lazysched.solver.recipe_rules import Rule
+from lazysched.solver.search import TIE, rank_s
 from lazysched.solver.simulate import Timeline
 from lazysched.solver.window_replay import WindowReplay
 
-COARSE = 32
-"""Numbers of blocks that are tried at first; what lies between them is tried beside the best."""
-GOLDEN = (math.sqrt(5) - 1) / 2
-"""Multiples of it, modulo 1, are evenly spread however many they are."""
 MAX_REFINEMENTS = 4
 """How often the numbers of blocks in each state are improved, one against the other."""
-
-
-@dataclass(frozen=True)
-class Rule:
-    """What a recipe prescribes.
-
-    Attributes:
-        name: shown to the user.
-        saves: ``most`` or ``least`` that a variant can save in every block, or any ``one`` variant for all blocks.
-        tiers: where that may go; with several, any number of blocks may use each.
-        streams_all: every stage has its state on the host, and every block its weights.
-        segment: blocks of a segment, or the ``root`` of their number; those left over checkpoint every block.
-    """
-
-    name: str
-    saves: Literal["most", "least", "one"]
-    tiers: tuple[Tier, ...] = ("gpu",)
-    streams_all: bool = False
-    segment: int | Literal["root"] = 1
-
-    def length(self, num_blocks: int) -> int:
-        """Blocks of a segment."""
-        return max(1, round(math.sqrt(num_blocks))) if self.segment == "root" else min(self.segment, num_blocks)
-
-    def within(self, scope: Scope) -> Rule | None:
-        """The rule with the tiers of ``scope``; None where it has none or no segments."""
-        tiers = tuple(tier for tier in self.tiers if tier in scope.saved)
-        whole = self.segment == 1 or max(scope.segments) > 1
-        return replace(self, tiers=tiers) if tiers and whole else None
-
-
-RULES = (
-    Rule("keep all activations", "most"),
-    Rule("checkpoint every block", "least"),
-    Rule("checkpoint every block, inputs on host", "least", ("host",)),
-    Rule("segments of the square root of the number of blocks", "one", segment="root"),
-    Rule("one variant for all blocks", "one"),
-    Rule("everything streamed, inputs kept", "least", streams_all=True),
-    Rule("everything streamed, segments of four blocks", "one", streams_all=True, segment=4),
-    Rule("everything streamed, inputs anywhere", "least", ("gpu", "host", "nvme"), streams_all=True),
-)
-"""The last but one is MegaTrain's, the last LazyTrain's."""
-
-
-def rules_within(scope: Scope) -> list[Rule]:
-    """Those of ``RULES`` whose plans are in ``scope``."""
-    return [rule for rule in (rule.within(scope) for rule in RULES) if rule is not None]
 
 
 @dataclass(frozen=True)
@@ -153,18 +100,18 @@ def _in_turn(instance: Instance) -> tuple[int, float]:
 
 def _best_of_instance(rule: Rule, instance: Instance, limits: Budgets, below_s: float) -> Found | None:
     """The fastest choices of one instance if they take less than ``below_s``."""
-    saves = [row for row in _saves(rule, instance) if _compute_s(instance, row) < below_s]
+    saves = [row for row in saves_of(rule, instance) if saving_bound_s(instance, row) < below_s]
     if not saves:
         return None
     replay, best = WindowReplay(instance), None
-    states = _state_rows(rule, instance, _edges(rule, instance))
+    states = state_rows(rule, instance, edge_splits(rule, instance))
     for _ in range(MAX_REFINEMENTS):
         found = _fastest(replay, limits, _combined(rule, instance, saves, states))
         if found is None or found.step_s >= below_s:
             break
         best, below_s = found, found.step_s
         saves = [list(found.choices.saves)]
-        states = _state_rows(rule, instance, _beside(instance, found.choices))
+        states = state_rows(rule, instance, splits_beside(instance, found.choices))
     return best
 
 
@@ -190,150 +137,3 @@ def _combined(rule: Rule, instance: Instance, saves: list[list[int]], states: li
     grid = np.indices((len(saves), len(states), len(kinds))).reshape(3, -1)
     rows: list[Ints] = [np.array(part, dtype=np.int64)[k] for part, k in zip((saves, states, kinds), grid, strict=True)]
     return ChoiceBatch(*rows)
-
-
-# ---- what blocks save
-
-
-def _saves(rule: Rule, instance: Instance) -> list[list[int]]:
-    """Save options of all blocks, one list per possibility; blocks without a backward have one that saves nothing."""
-    blocks, before = instance.saves[instance.num_forward_only :], [0] * instance.num_forward_only
-    return [before + row for row in _saves_of(rule, blocks, rule.length(instance.num_blocks))] if blocks else [before]
-
-
-def _saves_of(rule: Rule, blocks: Sequence[Sequence[SaveOption]], length: int) -> list[list[int]]:
-    """The same for ``blocks`` that have a backward."""
-    per_tier = [[_by_variant(options, tier, length) for options in blocks] for tier in rule.tiers]
-    available = [tier for tier in per_tier if all(tier)]
-    if rule.saves == "one":
-        return [row for tier in available for row in _shared_variants(tier)]
-    chosen = [
-        [_extreme(options, own, rule.saves) for options, own in zip(blocks, tier, strict=True)] for tier in available
-    ]
-    return _shared_out(chosen) if len(chosen) > 1 else chosen
-
-
-def _by_variant(options: Sequence[SaveOption], tier: Tier, length: int) -> dict[str, int]:
-    """Variant -> the option that saves it in ``tier`` and in segments of that length.
-
-    A block that is in no such segment saves as little as it can, whatever the others save.
-    """
-    in_tier = [(k, o) for k, o in enumerate(options) if o.tier == tier]
-    alone = {o.variant.name: k for k, o in in_tier if o.segment == 1 and not o.rest_stays}
-    own = alone if length == 1 else {o.variant.name: k for k, o in in_tier if o.segment == length}
-    if own or length == 1 or not alone:
-        return own
-    least = _extreme(options, alone, "least")
-    return {o.variant.name: least for o in options}
-
-
-def _extreme(options: Sequence[SaveOption], own: Mapping[str, int], saves: str) -> int:
-    pick = max if saves == "most" else min
-    return pick(own.values(), key=lambda k: options[k].kept_gb + options[k].offloaded_gb)
-
-
-def _shared_variants(blocks: list[dict[str, int]]) -> list[list[int]]:
-    """One row per variant, by name, that every block has."""
-    return [[block[name] for block in blocks] for name in blocks[0] if all(name in block for block in blocks)]
-
-
-def _shared_out(chosen: list[list[int]]) -> list[list[int]]:
-    """Any number of blocks take each of the rows, of three and more about ``COARSE`` / 2 numbers.
-
-    Those that take the last come first, because their inputs wait longest, or all are evenly spread.
-    """
-    length = len(chosen[0])
-    step = 1 if len(chosen) == 2 else max(1, 2 * length // COARSE)
-    counts = [sorted({*range(0, length + 1, step), length})] * (len(chosen) - 1)
-    rows = []
-    for numbers in itertools.product(*counts):
-        if sum(numbers) <= length:
-            kinds = [k for k, count in reversed(list(enumerate(numbers, 1))) for _ in range(count)]
-            kinds += [0] * (length - len(kinds))
-            for order in (range(length), _spread(length)):
-                rows.append([chosen[kinds[place]][i] for i, place in enumerate(order)])
-    return rows
-
-
-def _spread(length: int) -> list[int]:
-    """An order of the blocks in which any first few of them are about evenly spread: place -> rank."""
-    return [int(rank) for rank in np.argsort(np.argsort([(i + 1) * GOLDEN % 1 for i in range(length)], kind="stable"))]
-
-
-def _compute_s(instance: Instance, saves: list[int]) -> float:
-    """No plan that saves so is faster: nothing ever waits."""
-    chosen = [options[k] for options, k in zip(instance.saves, saves, strict=True)]
-    fastest = [min(options, key=lambda o: o.forward_s + o.backward_s) for options in instance.saves]
-    more_s = sum(o.forward_s + o.backward_s - f.forward_s - f.backward_s for o, f in zip(chosen, fastest, strict=True))
-    return instance.compute_bound_s + instance.candidate.accumulation * more_s
-
-
-# ---- where weights and states are
-
-
-@dataclass(frozen=True)
-class _Split:
-    """How many blocks, from the first on, have their state on the GPU, and how many then their weights alone.
-
-    Of those that the host updates, the last ``in_files`` have their state in files, or state and ``kind`` weights.
-    """
-
-    on_gpu: int
-    resident: int
-    in_files: int = 0
-    kind: StateChoice = "streamed_nvme"
-
-    def states(self, length: int) -> list[int]:
-        """Of all blocks, as places in ``STATE_CHOICES``."""
-        rest = length - self.on_gpu - self.resident
-        counts: dict[StateChoice, int] = {"gpu": self.on_gpu, "resident": self.resident, "streamed": rest}
-        states = [state for state, count in counts.items() for _ in range(count)]
-        for i in range(length - self.in_files, length):
-            states[i] = "resident_nvme" if states[i] == "resident" else self.kind
-        return [STATE_CHOICES.index(state) for state in states]
-
-
-def _state_rows(rule: Rule, instance: Instance, splits: Iterable[_Split]) -> list[list[int]]:
-    """States of all blocks by each of ``splits`` that ``rule`` and the instance's options allow."""
-    length, allowed = instance.num_blocks, allowed_states(instance)
-    if rule.streams_all:
-        splits = [replace(split, on_gpu=0, resident=0) for split in splits]
-    rows = [split.states(length) for split in dict.fromkeys(splits)]
-    return [row for row in rows if all(state in own for state, own in zip(row, allowed, strict=True))]
-
-
-def _edges(rule: Rule, instance: Instance) -> list[_Split]:
-    """Splits with at most two kinds of state, not more than about ``COARSE`` of each where blocks are many.
-
-    Of files, all that the host updates is in them, or nothing.
-    """
-    length = instance.num_blocks
-    each = [*range(0, length, max(1, length // COARSE)), length]
-    counts = [(n, 0) for n in each] + [(0, n) for n in each] + [(n, length - n) for n in each]
-    if rule.streams_all:
-        counts = [(0, 0)]
-    apart = [_Split(a, b) for a, b in counts]
-    return apart + [_Split(a, b, length - a, kind) for kind in _kinds_in_files(instance) for a, b in counts]
-
-
-def _kinds_in_files(instance: Instance) -> list[StateChoice]:
-    """How a block that streams may be in files."""
-    return [kind for kind in STREAMED if kind in IN_FILES and all(kind in own for own in instance.states)]
-
-
-def _beside(instance: Instance, choices: Choices) -> list[_Split]:
-    """Splits that differ from that of ``choices`` in one number, or exchange one for the other."""
-    length, states = len(choices.states), choices.states
-    on_gpu, resident = states.count("gpu"), sum(state in RESIDENT for state in states)
-    in_files = sum(state in IN_FILES for state in states)
-    kinds: list[StateChoice] = [own for own in _kinds_in_files(instance) if own in states] or _kinds_in_files(instance)
-    kind: StateChoice
-    (kind,) = kinds[:1] or ("streamed_nvme",)
-    rows = [_Split(a, resident, min(in_files, length - a), kind) for a in range(length - resident + 1)]
-    rows += [_Split(on_gpu, b, in_files, kind) for b in range(length - on_gpu + 1)]
-    rows += [_Split(a, on_gpu + resident - a, min(in_files, length - a), kind) for a in range(on_gpu + resident + 1)]
-    return rows + [
-        _Split(on_gpu, resident, count, other)
-        for other in _kinds_in_files(instance)
-        for count in range(length - on_gpu + 1)
-    ]

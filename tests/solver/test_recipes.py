@@ -16,7 +16,9 @@ from lazysched.solver.measured import offload_limits
 from lazysched.solver.memory_rows import Budgets
 from lazysched.solver.options import EVERYTHING, EXECUTABLE, RESIDENT, STATE_CHOICES, STREAMED
 from lazysched.solver.plans import Choices
-from lazysched.solver.recipes import COARSE, RULES, best_of_rule, candidates_of_rule, rules_within
+from lazysched.solver.recipe_choices import COARSE
+from lazysched.solver.recipe_rules import RULES, rules_within
+from lazysched.solver.recipes import best_of_rule, candidates_of_rule
 from lazysched.solver.search import TIE
 from lazysched.solver.simulate import SIMULATED_STEPS
 from lazysched.solver.window_replay import WindowReplay

@@ -17,7 +17,7 @@ from lazysched.solver.memory_rows import Budgets
 from lazysched.solver.milp import PlacementProgram
 from lazysched.solver.options import EXECUTABLE
 from lazysched.solver.plans import Choices
-from lazysched.solver.recipes import rules_within
+from lazysched.solver.recipe_rules import rules_within
 from lazysched.solver.search import improve, simplified
 from lazysched.solver.window_replay import WindowReplay
 from tests.solver.synthetic import tiny_profile
