@@ -61,6 +61,10 @@ class Memory:
     moved_gb: Floats
     nvme_gb: Floats
 
+    def rows(self, which: Bools) -> Memory:
+        """That of some of the choices."""
+        return Memory(self.gpu_gb[which], self.host_gb[which], self.moved_gb[which], self.nvme_gb[which])
+
     def over_gb(self, budgets: Budgets) -> Floats:
         """By how much ``budgets`` are exceeded, all together."""
         over: Floats = sum((np.maximum(used - limit, 0) for used, limit in self._pairs(budgets)), 0 * self.gpu_gb)

@@ -59,10 +59,11 @@ def improve(
             break
         batch = _neighbours(replay, current, random)
         batch = batch.rows(replay.whole(batch))
-        fitting = replay.fits(batch, budgets)
+        memory = replay.memory(batch)
+        fitting = memory.fits(budgets)
         if fitting.any():
-            batch = batch.rows(fitting)
-        scores = rank_s(replay.evaluate(batch), budgets)
+            batch, memory = batch.rows(fitting), memory.rows(fitting)
+        scores = rank_s(replay.evaluate(batch, memory), budgets)
         winner = int(np.argmin(scores))
         if not scores[winner] < best_s * (1 - LEAST_GAIN):
             num_failures += 1

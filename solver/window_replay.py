@@ -28,9 +28,9 @@ class WindowReplay:
         self.num_blocks = instance.num_blocks
         self._tables: dict[str, Floats] = {}
 
-    def evaluate(self, batch: ChoiceBatch) -> Evaluation:
-        """Step time and memory of every set of choices."""
-        memory = self.memory(batch)
+    def evaluate(self, batch: ChoiceBatch, memory: Memory | None = None) -> Evaluation:
+        """Step time and memory of every set of choices; ``memory`` where it is known."""
+        memory = memory or self.memory(batch)
         step_s = Steps(self, batch).steady_step_s()
         return Evaluation(memory.gpu_gb, memory.host_gb, memory.moved_gb, memory.nvme_gb, step_s)
 
@@ -44,16 +44,14 @@ class WindowReplay:
             rows = [_column(options, attribute) for options in self.instance.saves]
             width = max(map(len, rows))
             self._tables[attribute] = np.array([np.pad(row, (0, width - len(row))) for row in rows])
-        table: Floats = self._tables[attribute][np.arange(self.num_blocks), batch.saves]
-        return table
+        return _chosen(self._tables[attribute], batch.saves)
 
     def state_table(self, cost: str, batch: ChoiceBatch) -> Floats:
         """N x L: what a method of ``StageCosts`` says of the chosen states."""
         if cost not in self._tables:
             rows = [[getattr(costs, cost)(choice) for choice in STATE_CHOICES] for costs in self.instance.blocks]
             self._tables[cost] = np.array(rows, dtype=np.float64)
-        table: Floats = self._tables[cost][np.arange(self.num_blocks), batch.states]
-        return table
+        return _chosen(self._tables[cost], batch.states)
 
     def vocabulary_row(self, attribute: str, batch: ChoiceBatch) -> Floats:
         """N: an attribute of the chosen joint option of embedding and head."""
@@ -173,6 +171,12 @@ class WindowReplay:
         staging = (self.slots + 1) * weights + (self.slots + self.lag + 3) * saved
         records = np.maximum(self.state_table("record_gb", batch).max(1), self.vocabulary_row("record_gb", batch))
         return staging, STATE_SLOTS * records
+
+
+def _chosen(table: Floats, which: Ints) -> Floats:
+    """N x L: of each row of ``table`` what ``which`` names; flat, which takes half the time of two indices."""
+    first = np.arange(len(table)) * table.shape[1]
+    return table.ravel().take(first + which)
 
 
 def _column(options: tuple[SaveOption, ...], attribute: str) -> Floats:
