@@ -16,19 +16,20 @@ if TYPE_CHECKING:
 
 
 @contextlib.contextmanager
-def search_shown(time_limit_s: float, console: Console) -> Iterator[Callable[[SearchProgress], None]]:
+def search_shown(time_limit_s: float, console: Console, each: str = "") -> Iterator[Callable[[SearchProgress], None]]:
     """Show a line with the best step, its bound and the time on ``console`` until the block is left.
 
     Args:
         time_limit_s: of the search.
         console: on stderr; where it is no terminal nothing is shown.
+        each: what the limit is for where there are many searches, as ``a batch``.
 
     Yields:
         what the search calls when it gets on.
     """
     columns = (
         SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(),
-        TextColumn(f"of at most about {time_limit_s:g} s"),
+        TextColumn(f"of at most about {time_limit_s:g} s {each}".strip()),
     )  # fmt: skip
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as shown:
         task = shown.add_task("looking for a plan", total=None)

@@ -14,7 +14,7 @@ from lazysched.solver.options import EVERYTHING, EXECUTABLE, Scope
 from lazysched.solver.outer_search import Search
 from lazysched.solver.pin_checks import check_pins
 from lazysched.solver.pins import parse_pins
-from lazysched.solver.solution import Progress, Solution
+from lazysched.solver.solution import DEFAULT_GAP, Progress, Solution
 from lazysched.solver.space import Settings
 
 UNPLANNED_BYTES: dict[Tier, int] = {"gpu": 5 * 10**8, "host": 8 * 10**9}
@@ -35,7 +35,7 @@ def solve(
     check_finite: bool = True,
     optimizer_state: StateFormat = "hybrid8",
     time_limit_s: float = 30.0,
-    gap: float = 0.01,
+    gap: float = DEFAULT_GAP,
     seed: int = 0,
     report: Callable[[Progress], None] | None = None,
 ) -> Solution:
