@@ -175,7 +175,8 @@ def parse_sweep_option(text: str | None, rows: int | None, given: Mapping[str, s
 
 def solve_sweep(profile: Profile, sweep: Sweep, settings: Mapping[str, Any], output: Path, console: Console) -> None:
     """Solve for every budget, show the frontier, write the CSV and, unless ``output`` is one, the fastest plan."""
-    from lazysched.solver.sweep import best_of, frontier_table, run_sweep, save_frontier
+    from lazysched.solver.frontier import best_of, frontier_table, save_frontier
+    from lazysched.solver.sweep import run_sweep
 
     count = len(sweep.budgets)
     with Console(stderr=True).status(f"solving for {count} budgets") as status:

@@ -10,14 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from lazysched.errors import InfeasibleError, UsageError
 from lazysched.schemas import Curve, Plan, Profile
 from lazysched.solver import Solution, batch_size, batches, simulate_plan, solve, sweep
 from lazysched.solver.batch_size import MIN_GAIN, TriedBatch, largest_throughput
+from lazysched.solver.frontier import COLUMNS, best_of, frontier_frame, frontier_table, save_frontier, steps_frame
 from lazysched.solver.many import Answer
 from lazysched.solver.solution import report_with
-from lazysched.solver.sweep import COLUMNS, Point, Sweep, best_of, parse_sweep, run_sweep, save_frontier
+from lazysched.solver.sweep import Point, Sweep, parse_sweep, run_sweep
 from tests.solver.synthetic import tiny_profile
 
 MB = 1_000_000
@@ -77,6 +79,9 @@ class TestSweep:
             assert point.plan.budget_bytes["gpu"] == point.budget_bytes
             there = solve(profile, gpu_memory_bytes=point.budget_bytes, **SETTINGS)
             assert point.plan.predicted.step_s == pytest.approx(there.timeline.step_s, rel=0.01)
+            recipes = {recipe.name: recipe.timeline.step_s for recipe in there.recipes if recipe.timeline is not None}
+            assert point.recipes_s.keys() == recipes.keys()
+            assert all(point.recipes_s[name] <= 1.001 * step_s for name, step_s in recipes.items())
             timeline = simulate_plan(point.plan, profile)
             assert timeline.step_s == pytest.approx(point.plan.predicted.step_s, rel=1e-6)
             assert timeline.peak_bytes["gpu"] <= point.budget_bytes
@@ -126,6 +131,56 @@ class TestSweep:
             assert plan.solver.bound_s <= plan.predicted.step_s
             assert plan.solver.gap == pytest.approx(1 - plan.solver.bound_s / plan.predicted.step_s)
         assert best_of(points).budget_bytes["gpu"] == 1000 * MB
+
+    @pytest.mark.usefixtures("_one_process")
+    def test_what_is_proven_for_a_larger_budget_holds_for_smaller_ones(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Bounds, that nothing fits, and whether a plan is near enough to its bound."""
+        plan = solve(tiny_profile(2), gpu_memory_bytes=1000 * MB, **SETTINGS).plan
+        step_s = plan.predicted.step_s if plan.predicted else 0.0
+        assert plan.solver is not None
+
+        def bounded(bound_s: float) -> Answer:
+            return Answer(plan.model_copy(update={"solver": report_with(plan.solver, step_s, bound_s, 0.01)}))
+
+        out_of_time = Answer(None, problem="time is up")
+        answers = [
+            out_of_time, Answer(None, infeasible=True), out_of_time, bounded(0.9 * step_s), bounded(0.995 * step_s),
+            bounded(0.8 * step_s), out_of_time,
+        ]  # fmt: skip
+        monkeypatch.setattr(sweep, "answer_all", lambda requests, report: answers)
+        points = run_sweep(tiny_profile(2), Sweep("gpu-memory", tuple(range(300 * MB, 370 * MB, 10 * MB))), SETTINGS)
+        assert [point.status for point in points] == [
+            "infeasible", "infeasible", "time limit", "optimal", "optimal", "feasible", "feasible",
+        ]  # fmt: skip
+        gaps = [point.plan.solver.gap for point in points if point.plan and point.plan.solver]
+        assert gaps == pytest.approx([0.005, 0.005, 0.2, 1])
+        frame = frontier_frame(points)
+        assert list(frame.index) == [point.budget_bytes for point in points]
+        assert list(frame.status) == [point.status for point in points]
+        assert list(frame.step_s.dropna()) == [step_s] * 4
+        console = Console(width=80, record=True)
+        console.print(frontier_table(Sweep("gpu-memory", ()), points))
+        shown = console.export_text()
+        assert "time limit: within --time-limit neither a plan nor a proof" in shown
+        assert "feasible: a faster plan may exist" in shown
+        last = next(line for line in shown.splitlines() if "360 MB" in line)
+        assert "unknown" in last  # no bound holds there
+
+    @pytest.mark.usefixtures("_one_process")
+    def test_recipes_stand_beside_and_are_never_slower_either(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        plan = solve(tiny_profile(2), gpu_memory_bytes=1000 * MB, **SETTINGS).plan
+        answers = [
+            Answer(plan, recipes_s={"a": 3.0, "b": 1.0}), Answer(plan, recipes_s={"a": 2.0}),
+            Answer(plan, recipes_s={"a": 2.5, "c": 1.0}),
+        ]  # fmt: skip
+        monkeypatch.setattr(sweep, "answer_all", lambda requests, report: answers)
+        points = run_sweep(tiny_profile(2), Sweep("gpu-memory", (10**9, 2 * 10**9, 3 * 10**9)), SETTINGS)
+        steps = steps_frame(points)
+        assert list(steps.index) == [1.0, 2.0, 3.0]
+        assert list(steps.lazysched) == [plan.predicted.step_s if plan.predicted else None] * 3
+        assert list(steps.a) == [3.0, 2.0, 2.0]
+        assert list(steps.b) == [1.0, 1.0, 1.0]
+        assert steps.c.isna().tolist() == [True, True, False]
 
     @pytest.mark.usefixtures("_one_process")
     def test_the_host_is_swept_too(self) -> None:
