@@ -23,7 +23,7 @@ from typer.exceptions import TyperException
 
 from lazysched import data_commands, doctor_command, evaluate_command, plan_commands, plot_command, report_command
 from lazysched.__main__ import INTERRUPTED
-from lazysched.cli_hardware import measure_machine
+from lazysched.cli_hardware import measure_machine, show_machine
 from lazysched.errors import LazyschedError, UsageError, short_repr
 from lazysched.outputs import require_folder_of
 from lazysched.schemas import Profile
@@ -170,7 +170,9 @@ def profile(
     require_folder_of(output)
     pin_limit_bytes = None if pin_limit is None else parse_bytes(pin_limit, "--pin-limit")
     if hardware_only:
-        measure_machine(context, _explicit(device), storage, pin_limit_bytes).save(output)
+        machine = measure_machine(context, _explicit(device), storage, pin_limit_bytes)
+        machine.save(output)
+        show_machine(machine, Console())
     elif from_run is not None or profile_file is not None:
         _refine_profile(context, from_run, profile_file).save(output)
     elif model is None:
