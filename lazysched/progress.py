@@ -1,4 +1,4 @@
-"""What a terminal shows while a plan is searched; elsewhere nothing."""
+"""What a terminal shows while a model is profiled or a plan is searched; elsewhere nothing."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress, ProgressColumn, SpinnerColumn, Task, TextColumn, TimeElapsedColumn
+from rich.text import Text
 
 from lazysched.units import format_seconds
 
@@ -34,6 +35,39 @@ def search_shown(time_limit_s: float, console: Console, each: str = "") -> Itera
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as shown:
         task = shown.add_task("looking for a plan", total=None)
         yield lambda progress: shown.update(task, description=in_words(progress))
+
+
+@contextlib.contextmanager
+def profile_shown(console: Console) -> Iterator[Callable[[str, float], None]]:
+    """Show a line with what is measured, the time and what is about left on ``console`` until the block is left.
+
+    Args:
+        console: where it is no terminal nothing is shown.
+
+    Yields:
+        what ``profile`` calls as each part begins.
+    """
+    columns = SpinnerColumn(), TextColumn("measuring {task.description}"), TimeElapsedColumn(), _Left()
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as shown:
+        task = shown.add_task("the model", total=1.0, at_s=0.0)
+        yield lambda part, done: shown.update(
+            task, description=part, completed=done, at_s=shown.tasks[0].elapsed or 0.0
+        )
+
+
+class _Left(ProgressColumn):
+    """Time that is left, as far as what is done tells."""
+
+    def render(self, task: Task) -> Text:
+        """``about 20 s left``; nothing before the first part is done."""
+        if not task.completed or task.elapsed is None:
+            return Text("")
+        return Text(f"about {left_s(task.elapsed, task.fields['at_s'], task.completed)} s left")
+
+
+def left_s(elapsed_s: float, at_s: float, done: float) -> int:
+    """Seconds that are left, at least 1, where the share ``done`` was over ``at_s`` after the start."""
+    return max(1, round(at_s / done - elapsed_s))
 
 
 def in_words(progress: SearchProgress) -> str:
