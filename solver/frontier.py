@@ -47,8 +47,12 @@ def best_of(points: Sequence[Point]) -> Plan:
 def frontier_table(sweep: Sweep, points: Sequence[Point]) -> Table:
     """One row for each budget, within 80 columns; the CSV has more."""
     statuses = {point.status for point in points}
-    notes = "\n".join(meaning for status, meaning in MEANINGS.items() if status in statuses)
-    table = Table(title=f"{sweep.flag} and time", title_justify="left", caption=notes or None, caption_justify="left")
+    notes = [meaning for status, meaning in MEANINGS.items() if status in statuses]
+    if any(point.binds.endswith("?") for point in points):
+        notes.append(f"{sweep.tier}?: a larger budget was faster, but by less than the gap here")
+    table = Table(
+        title=f"{sweep.flag} and time", title_justify="left", caption="\n".join(notes) or None, caption_justify="left"
+    )
     for column in ("budget", "step", "tokens/s", f"{sweep.tier} peak", "binds", "status", "gap"):
         table.add_column(column, no_wrap=True)
     for point in points:

@@ -50,7 +50,9 @@ def print_solution(solution: Solution, profile: Profile, console: Console) -> No
 
 
 def _stages_table(plan: Plan) -> Table:
-    table = Table(title="Plan", title_justify="left")
+    by_tokens = any(choice.save[:1].isdigit() for choice in plan.stages.values())
+    meaning = "saved for backward: values per token; the rest is computed again" if by_tokens else None
+    table = Table(title="Plan", title_justify="left", caption=meaning, caption_justify="left")
     for column in ("stages", "weights", "optimizer state", "saved for backward", "kept on"):
         table.add_column(column, overflow="fold", no_wrap=column != "saved for backward")
     for choice, run in groupby(plan.stages.items(), key=lambda item: _key(*item)):
@@ -98,10 +100,11 @@ def _recipes_table(solution: Solution) -> Table:
     plan = solution.plan
     fitting = [(r.name, r.plan, r.timeline) for r in solution.recipes if r.plan is not None and r.timeline is not None]
     rows = [("this plan", plan, solution.timeline), *fitting]
-    others = ", ".join(recipe.name for recipe in solution.recipes if recipe.plan is None)
+    others = "; ".join(recipe.name for recipe in solution.recipes if recipe.plan is None)
+    why = "do not fit, or not with the pins" if plan.pins else "do not fit"
     table = Table(
         title="Fixed recipes within the same budgets, with their peaks of memory", title_justify="left",
-        caption=f"do not fit: {others}" if others else None, caption_justify="left",
+        caption=f"{why}: {others}" if others else None, caption_justify="left",
     )  # fmt: skip
     tiers = [tier for tier in plan.budget_bytes if any(timeline.peak_bytes[tier] for _, _, timeline in rows)]
     differing = len({by_recipe.micro_batch for _, by_recipe, _ in rows}) > 1  # otherwise the prediction has it

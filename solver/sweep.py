@@ -43,7 +43,8 @@ class Point:
     Attributes:
         budget_bytes: of the swept tier.
         plan: the fastest plan known within it, without its profile; None where there is none.
-        binds: engine, and tier whose memory keeps the step from being shorter; empty without a plan.
+        binds: engine, and tier whose memory keeps the step from being shorter, as far as known, with a question mark
+            where that is not proven; empty without a plan.
         missing_bytes: by which the swept budget would have to grow; None with a plan, or where growing it alone cannot
             help or was not worked out.
         status: ``optimal``, ``feasible``, ``infeasible`` or ``time limit``, which is neither a plan nor a proof that
@@ -156,11 +157,16 @@ def _point(
 
 
 def _binds(profile: Profile, sweep: Sweep, plan: Plan, larger: Sequence[Plan | None]) -> str:
-    """The engine that most of the step follows, and the swept memory where a larger budget is proven to be faster."""
+    """The engine that most of the step follows, and the swept memory where a larger budget is faster.
+
+    With a question mark where that is not proven: a plan as fast may exist within this budget.
+    """
     assert plan.solver is not None
     engine = next(iter(engine_shares(plan, profile, step_of(plan))))
     best_s = min((step_of(other) for other in larger if other is not None), default=step_of(plan))
-    return f"{engine}, {sweep.tier}" if best_s < plan.solver.bound_s else engine
+    if best_s >= step_of(plan):
+        return engine
+    return f"{engine}, {sweep.tier}{'' if best_s < plan.solver.bound_s else '?'}"
 
 
 def step_of(plan: Plan) -> float:

@@ -152,6 +152,7 @@ class TestSweep:
         assert [point.status for point in points] == [
             "infeasible", "infeasible", "time limit", "optimal", "optimal", "feasible", "feasible",
         ]  # fmt: skip
+        assert {point.binds for point in points} == {"", "compute"}
         gaps = [point.plan.solver.gap for point in points if point.plan and point.plan.solver]
         assert gaps == pytest.approx([0.005, 0.005, 0.2, 1])
         frame = frontier_frame(points)
@@ -165,6 +166,24 @@ class TestSweep:
         assert "feasible: a faster plan may exist" in shown
         last = next(line for line in shown.splitlines() if "360 MB" in line)
         assert "unknown" in last  # no bound holds there
+
+    @pytest.mark.usefixtures("_one_process")
+    def test_memory_that_is_not_proven_to_bind_has_a_question_mark(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        profile, budgets = tiny_profile(2), (50 * MB, 60 * MB, 1000 * MB)
+        plans = [solve(profile, gpu_memory_bytes=gpu, **SETTINGS).plan for gpu in budgets]
+        steps = [plan.predicted.step_s for plan in plans if plan.predicted]
+        assert steps[0] > steps[1] > steps[2]
+        bounds = [steps[0], steps[2] * 0.99, steps[2]]  # the first is proven to be slower, the second is not
+        answers = [
+            Answer(plan.model_copy(update={"solver": plan.solver and report_with(plan.solver, step_s, bound_s, 0.01)}))
+            for plan, step_s, bound_s in zip(plans, steps, bounds, strict=True)
+        ]
+        monkeypatch.setattr(sweep, "answer_all", lambda requests, report: answers)
+        points = run_sweep(profile, Sweep("gpu-memory", budgets), SETTINGS)
+        assert [point.binds.partition(", ")[2] for point in points] == ["gpu", "gpu?", ""]
+        console = Console(width=80, record=True)
+        console.print(frontier_table(Sweep("gpu-memory", budgets), points))
+        assert "gpu?: a larger budget was faster" in console.export_text()
 
     @pytest.mark.usefixtures("_one_process")
     def test_recipes_stand_beside_and_are_never_slower_either(self, monkeypatch: pytest.MonkeyPatch) -> None:
