@@ -59,15 +59,14 @@ class _Left(ProgressColumn):
     """Time that is left, as far as what is done tells."""
 
     def render(self, task: Task) -> Text:
-        """``about 20 s left``; nothing before the first part is done."""
-        if not task.completed or task.elapsed is None:
-            return Text("")
-        return Text(f"about {left_s(task.elapsed, task.fields['at_s'], task.completed)} s left")
+        """``about 20 s left``; nothing before the first part is done, or where it takes longer than it looked."""
+        left = left_s(task.elapsed or 0.0, task.fields["at_s"], task.completed) if task.completed else 0
+        return Text(f"about {left} s left" if left > 0 else "")
 
 
 def left_s(elapsed_s: float, at_s: float, done: float) -> int:
-    """Seconds that are left, at least 1, where the share ``done`` was over ``at_s`` after the start."""
-    return max(1, round(at_s / done - elapsed_s))
+    """Seconds that are left, where the share ``done`` was over ``at_s`` after the start; 0 or less: unknown."""
+    return round(at_s / done - elapsed_s)
 
 
 def in_words(progress: SearchProgress) -> str:
