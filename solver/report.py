@@ -7,7 +7,7 @@ from itertools import groupby
 from rich.console import Console
 from rich.table import Table
 
-from lazysched.schemas import Plan, Profile, StagePlan
+from lazysched.schemas import Plan, Profile, StagePlan, Tier
 from lazysched.solver.pin_checks import remarks
 from lazysched.solver.simulate import Timeline
 from lazysched.solver.solution import Solution
@@ -106,7 +106,9 @@ def _recipes_table(solution: Solution) -> Table:
         title="Fixed recipes within the same budgets, with their peaks of memory", title_justify="left",
         caption=f"{why}: {others}" if others else None, caption_justify="left",
     )  # fmt: skip
-    tiers = [tier for tier in plan.budget_bytes if any(timeline.peak_bytes[tier] for _, _, timeline in rows)]
+    tiers: list[Tier] = [
+        tier for tier in plan.budget_bytes if any(timeline.peak_bytes[tier] for _, _, timeline in rows)
+    ]
     differing = len({by_recipe.micro_batch for _, by_recipe, _ in rows}) > 1  # otherwise the prediction has it
     table.add_column("recipe", overflow="fold")
     for column in (*(["rows"] if differing else []), "step", *tiers, "slower"):
