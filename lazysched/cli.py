@@ -23,9 +23,10 @@ from typer.exceptions import TyperException
 
 from lazysched import data_commands, doctor_command, evaluate_command, plan_commands, plot_command, report_command
 from lazysched.__main__ import INTERRUPTED
-from lazysched.cli_hardware import measure_machine
+from lazysched.cli_hardware import measure_machine, show_machine
 from lazysched.errors import LazyschedError, UsageError, short_repr
 from lazysched.outputs import require_folder_of
+from lazysched.progress import profile_shown
 from lazysched.schemas import Profile
 from lazysched.solve_command import solve
 from lazysched.train_command import train
@@ -170,7 +171,9 @@ def profile(
     require_folder_of(output)
     pin_limit_bytes = None if pin_limit is None else parse_bytes(pin_limit, "--pin-limit")
     if hardware_only:
-        measure_machine(context, _explicit(device), storage, pin_limit_bytes).save(output)
+        machine = measure_machine(context, _explicit(device), storage, pin_limit_bytes)
+        machine.save(output)
+        show_machine(machine, Console())
     elif from_run is not None or profile_file is not None:
         _refine_profile(context, from_run, profile_file).save(output)
     elif model is None:
@@ -178,18 +181,13 @@ def profile(
     else:
         from lazysched.profiles.measure import profile as measure
 
-        measured = measure(
-            model,
-            device=_explicit(device),
-            dtype=_explicit(dtype),
-            seq_len=seq_len,
-            micro_batches=micro_batch or [1, 2, 4],
-            storage_dir=None if storage is None else str(storage),
-            compiled=compiled,
-            packing=packing,
-            pin_limit_bytes=pin_limit_bytes,
-            trainable=trainable or None,
-        )
+        with profile_shown(Console(stderr=True)) as report:
+            measured = measure(
+                model, device=_explicit(device), dtype=_explicit(dtype), seq_len=seq_len,
+                micro_batches=micro_batch or [1, 2, 4], storage_dir=None if storage is None else str(storage),
+                compiled=compiled, packing=packing, pin_limit_bytes=pin_limit_bytes, trainable=trainable or None,
+                report=report,
+            )  # fmt: skip
         measured.save(output)
         for warning in measured.doubts():
             Console(stderr=True).print(f"warning: {warning}", highlight=False, markup=False, soft_wrap=True)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
 import typer
 from rich.console import Console
+from rich.table import Table
 
 from lazysched.errors import UsageError
+from lazysched.lines import say, warn
 from lazysched.schemas import Hardware, Profile
 from lazysched.units import format_bytes
 
@@ -88,6 +91,51 @@ def _of_sizes(profile: Profile, micro_batches: Sequence[int]) -> Profile:
     }
     arguments = {size: num_bytes for size, num_bytes in profile.argument_bytes.items() if size in micro_batches}
     return profile.model_copy(update={"variants": variants, "argument_bytes": arguments})
+
+
+def show_machine(machine: Hardware, console: Console) -> None:
+    """Show what was measured, with units and how much it varied, and what is not known; warn where much varied."""
+    table = Table(title=machine.name, title_justify="left")
+    for column in ("figure", "value", "varies by", "how"):
+        table.add_column(column, no_wrap=column != "how", overflow="fold")
+    unknown: dict[str, list[str]] = {}
+    for name, figure in machine.figures.items():
+        label, unit = _label_and_unit(name)
+        if figure.value is None:
+            unknown.setdefault(figure.note, []).append(label)
+        else:
+            spread = "" if figure.spread is None else f"{100 * figure.spread:.0f} %"
+            table.add_row(label, _with_unit(figure.value, unit), spread, _DATE.sub("", figure.note))
+    console.print(table)
+    for reason, labels in unknown.items():
+        say(console, f"no figure for {', '.join(labels)}: {reason}")
+    for name, note in machine.notes.items():
+        say(console, f"{name}: {note}")
+    for doubt in machine.doubts():
+        warn(Console(stderr=True), doubt)
+
+
+_UNITS = {
+    "_bytes_per_s": "B/s", "_flop_per_s": "FLOP/s", "_per_s": " parameters/s", "_bytes": "B", "_usd_per_hour": "USD/h",
+}  # fmt: skip
+"""End of a figure's name -> unit; the first that fits."""
+_DATE = re.compile(r"(, )?[0-9]{4}-[0-9]{2}-[0-9]{2}$")
+"""At the end of a note; today's says nothing."""
+
+
+def _label_and_unit(name: str) -> tuple[str, str]:
+    suffix = next(suffix for suffix in _UNITS if name.endswith(suffix))
+    return name.removesuffix(suffix).replace("_", " "), _UNITS[suffix]
+
+
+def _with_unit(value: float, unit: str) -> str:
+    if unit.startswith("B"):
+        return format_bytes(value) + unit.removeprefix("B")
+    if unit == "USD/h":
+        return f"{value:g} {unit}"
+    prefixes = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1.0, ""))
+    factor, prefix = next(pair for pair in prefixes if value >= pair[0] or pair[0] == 1)
+    return f"{value / factor:.3g} {prefix}{unit}"
 
 
 _OF_THE_MODEL = (

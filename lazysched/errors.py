@@ -13,6 +13,7 @@ A broken invariant of our own stays an ``AssertionError``.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -116,13 +117,14 @@ class PinError(RunError):
 
 
 _MAX_SHOWN_CHARACTERS = 60
+_MAX_SHOWN_NUMBER = 10**21
 
 
 def short_repr(value: Any) -> str:
     """``value`` as a line can show it; an integer of thousands of digits cannot even be written out by Python."""
     if isinstance(value, dict | list):
         return f"a {type(value).__name__}"
-    if isinstance(value, int) and abs(value) >= 10**_MAX_SHOWN_CHARACTERS:
-        return f"a number of more than {_MAX_SHOWN_CHARACTERS} digits"
+    if isinstance(value, int) and abs(value) >= _MAX_SHOWN_NUMBER:
+        return f"{'-' if value < 0 else ''}1e{math.floor(math.log10(abs(value)))} or more"
     text = repr(value)
     return text if len(text) <= _MAX_SHOWN_CHARACTERS else text[:_MAX_SHOWN_CHARACTERS] + "..."

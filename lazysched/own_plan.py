@@ -14,6 +14,7 @@ from rich.console import Console
 
 from lazysched.errors import UsageError
 from lazysched.lines import say
+from lazysched.progress import profile_shown
 from lazysched.schemas import Plan, Profile
 from lazysched.train_config import TrainConfig
 from lazysched.trainable import patterns_of
@@ -98,7 +99,8 @@ def _profile(settings: TrainConfig, rows: int, console: Console) -> Profile:
     from lazysched.profiles.measure import profile
 
     say(console, f"profile: {settings.model} on this machine, {seq_len} tokens a row; it takes some minutes")
-    measured = profile(settings.model, **arguments)
+    with profile_shown(console) as report:
+        measured = profile(settings.model, **arguments, report=report)
     path.parent.mkdir(parents=True, exist_ok=True)
     measured.save(path)
     say(console, f"profile: kept in {path}")

@@ -15,12 +15,12 @@ from rich.console import Console
 
 from lazysched.errors import UsageError, short_repr
 from lazysched.file_options import say_if_not_executable
+from lazysched.lines import say
 from lazysched.schemas import Plan, Profile
 from lazysched.schemas.base import is_a, read_data
 
 if TYPE_CHECKING:
-    from lazysched.solver import Solution
-    from lazysched.solver.batch_size import TriedBatch
+    from lazysched.solver.batch_size import BestBatch, TriedBatch
     from lazysched.solver.sweep import Sweep
 
 PlanArgument = Annotated[Path, typer.Argument(metavar="PLAN", help="What `lazysched solve` wrote.")]
@@ -175,7 +175,8 @@ def parse_sweep_option(text: str | None, rows: int | None, given: Mapping[str, s
 
 def solve_sweep(profile: Profile, sweep: Sweep, settings: Mapping[str, Any], output: Path, console: Console) -> None:
     """Solve for every budget, show the frontier, write the CSV and, unless ``output`` is one, the fastest plan."""
-    from lazysched.solver.sweep import best_of, frontier_table, run_sweep, save_frontier
+    from lazysched.solver.frontier import best_of, frontier_table, save_frontier
+    from lazysched.solver.sweep import run_sweep
 
     count = len(sweep.budgets)
     with Console(stderr=True).status(f"solving for {count} budgets") as status:
@@ -197,12 +198,25 @@ def solve_sweep(profile: Profile, sweep: Sweep, settings: Mapping[str, Any], out
     console.print(f"wrote {', '.join(map(str, written))}", highlight=False, markup=False)
 
 
-def solve_batches(profile: Profile, settings: Mapping[str, Any], console: Console) -> Solution:
+def solve_batches(profile: Profile, settings: Mapping[str, Any], console: Console) -> BestBatch:
     """Look for the batch of the largest throughput and say on ``console`` what was tried."""
     from lazysched.solver.batch_size import largest_throughput
 
     def tell(tried: TriedBatch) -> None:
-        found = tried.problem if tried.tokens_per_s is None else f"{tried.tokens_per_s:,.0f} tokens/s"
+        found = tried.problem
+        if tried.tokens_per_s is not None and tried.most_tokens_per_s is not None:
+            gap = 1 - tried.tokens_per_s / tried.most_tokens_per_s
+            found = f"{tried.tokens_per_s:,.0f} tokens/s, within {100 * gap:.1f} % of the bound"
         console.print(f"batch of {tried.batch_size}: {found}", highlight=False, markup=False, soft_wrap=True)
 
     return largest_throughput(profile, settings, tell)
+
+
+def say_batch(best: BestBatch, console: Console) -> None:
+    """Say which batch is taken, and why no larger one was tried."""
+    from lazysched.solver.batch_size import MIN_GAIN
+
+    rows = best.solution.plan.batch_size
+    least = f", the smallest batch within {100 * MIN_GAIN:.0f} % of the most tokens a second"
+    say(console, f"batch: {rows} {'row' if rows == 1 else 'rows'}{least if len(best.tried) > 1 else ''}")
+    say(console, f"stopped at a batch of {best.tried[-1].batch_size}: {best.stopped}")

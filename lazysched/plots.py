@@ -195,13 +195,14 @@ def draw_frontier(axes: Axes, step_s: pd.DataFrame, *, main: str = "lazysched") 
 
     Args:
         axes: what to draw on; about 9 x 4 inches suit.
-        step_s: index: the budget in GB, ascending; columns: what plans; values: seconds, NaN where nothing fits.
+        step_s: index: the budget in GB, ascending; columns: what plans; values: seconds, NaN where there is no plan.
         main: the column that is drawn thick.
     """
     axes.plot(step_s.index, step_s[main], marker="o", linewidth=2.2, color="#f28e2b", label=main, zorder=3)
     others = [name for name in step_s if name != main]
-    for name, color in zip(others, ("#76b7b2", "#b07aa1", "#9c755f", "#59a14f", "#edc948", "#8c8c8c"), strict=False):
-        axes.plot(step_s.index, step_s[name], marker=".", linewidth=1, color=color, label=name)
+    colors = ("#76b7b2", "#b07aa1", "#9c755f", "#59a14f", "#edc948", "#8c8c8c")
+    for name, color, dashes in zip(others, colors, ("-", "--", ":", "-", "--", ":"), strict=False):
+        axes.plot(step_s.index, step_s[name], dashes, marker=".", linewidth=1.5, color=color, label=name)
     bend = bend_of(step_s[main])
     if bend is not None:
         axes.axvline(bend, color="black", linestyle=":", linewidth=1, label=f"bend at {bend:g} GB")

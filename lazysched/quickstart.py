@@ -15,6 +15,7 @@ from rich.console import Console
 
 from lazysched.errors import RunError, UsageError
 from lazysched.lines import say
+from lazysched.progress import profile_shown, search_shown
 from lazysched.report_command import end_report
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ WARMUP_RATIO = 0.1
 NUM_TRAIN_ROWS = 200
 NUM_HELD_OUT_ROWS = 12
 SEED = 42
+TIME_LIMIT_S = 30.0
 MAX_ROW_CHARACTERS = 560
 """Question and answer together: with the chat template no more than ``SEQ_LEN`` tokens, so that no row is cut."""
 
@@ -56,15 +58,24 @@ def run_quickstart(output_dir: Path, *, device: str | None, console: Console) ->
     from lazysched.solver import solve
     from lazysched.solver.report import print_solution
 
-    console.print(f"2/4 profile: {Path(model).name}, {SEQ_LEN} tokens a row", highlight=False, markup=False)
-    measured = profile(
-        model, device=device, dtype=None, seq_len=SEQ_LEN, micro_batches=MICRO_BATCHES, storage_dir=str(output_dir)
-    )
+    console.print(
+        f"2/4 profile: {Path(model).name}, {SEQ_LEN} tokens a row; about half a minute on two idle cores",
+        highlight=False, markup=False,
+    )  # fmt: skip
+    with profile_shown(console) as report:
+        measured = profile(
+            model, device=device, dtype=None, seq_len=SEQ_LEN, micro_batches=MICRO_BATCHES,
+            storage_dir=str(output_dir), report=report,
+        )  # fmt: skip
     measured.save(output_dir / "profile.json")
     for warning in measured.doubts():
         console.print(f"warning: {warning}", highlight=False, markup=False, soft_wrap=True)
     console.print(f"3/4 solve: {BATCH_SIZE} rows a step", highlight=False, markup=False)
-    solution = solve(measured, batch_size=BATCH_SIZE, gpu_memory_bytes=None, host_memory_bytes=None, seed=SEED)
+    with search_shown(TIME_LIMIT_S, console) as searching:
+        solution = solve(
+            measured, batch_size=BATCH_SIZE, gpu_memory_bytes=None, host_memory_bytes=None, seed=SEED,
+            time_limit_s=TIME_LIMIT_S, report=searching,
+        )  # fmt: skip
     print_solution(solution, measured, console)
     solution.plan.save(output_dir / "plan.json")
     console.print(f"4/4 train: {NUM_STEPS} steps", highlight=False, markup=False)

@@ -21,7 +21,8 @@ def solve(
     ] = None,
     *,
     batch_size: Annotated[
-        str, typer.Option(metavar="ROWS", help="Rows of one step; auto looks for the largest throughput.")
+        str,
+        typer.Option(metavar="ROWS", help="Rows of one step; auto: the fewest within 1 % of the most tokens/s."),
     ],
     output: Annotated[Path, typer.Option("--output", "-o", help="Plan to write.")],
     hardware: Annotated[
@@ -108,13 +109,16 @@ def solve(
     from lazysched.solver import solve as find_plan
     from lazysched.solver.report import print_solution
 
-    progress = Console(stderr=True)
-    with search_shown(time_limit, progress) as report:
+    progress, best = Console(stderr=True), None
+    with search_shown(time_limit, progress, "a batch" if rows is None else "") as report:
         if rows is None:
-            solution = plan_commands.solve_batches(measured, {**settings, "report": report}, progress)
+            best = plan_commands.solve_batches(measured, {**settings, "report": report}, progress)
+            solution = best.solution
         else:
             solution = find_plan(measured, batch_size=rows, report=report, **settings)
     solution.plan.save(output)  # before anything is said: whoever reads the output may go away
+    if best is not None:
+        plan_commands.say_batch(best, console)
     print_solution(solution, measured, console)
     file_options.say_if_not_executable(solution.plan, console)
     console.print(f"wrote {output}", highlight=False, markup=False)

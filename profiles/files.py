@@ -6,7 +6,6 @@ import errno
 import mmap
 import os
 import shutil
-import statistics
 import tempfile
 from collections.abc import Callable
 from contextlib import closing
@@ -93,11 +92,11 @@ def _measure(descriptor: int, memory: mmap.mmap, repeats: int | None) -> tuple[d
     view = memoryview(memory)
     try:
         is_direct = turn_on_direct(descriptor, view)
-        write = [(size, _rate(_writing(descriptor, view[:size], is_direct), size, repeats)) for size in SIZES]
-        read = [(size, _rate(_reading(descriptor, view[:size], is_direct), size, repeats)) for size in SIZES]
+        write = {size: _durations_s(_writing(descriptor, view[:size], is_direct), repeats) for size in SIZES}
+        read = {size: _durations_s(_reading(descriptor, view[:size], is_direct), repeats) for size in SIZES}
     finally:
         view.release()
-    return {"nvme_read": Curve(points=read), "nvme_write": Curve(points=write)}, is_direct
+    return {"nvme_read": Curve.of(read), "nvme_write": Curve.of(write)}, is_direct
 
 
 def _writing(descriptor: int, part: memoryview, is_direct: bool) -> Callable[[], None]:
@@ -123,5 +122,5 @@ def _complete(num_bytes: int, part: memoryview) -> None:
         raise OSError(errno.EIO, "a request was cut short")
 
 
-def _rate(work: Callable[[], None], size: int, repeats: int | None) -> float:
-    return size / statistics.median(durations_of(work, _CPU, repeats, TARGET_S))
+def _durations_s(work: Callable[[], None], repeats: int | None) -> list[float]:
+    return durations_of(work, _CPU, repeats, TARGET_S)

@@ -23,6 +23,7 @@ from lazysched.runtime.flat import flat_bytes
 from lazysched.runtime.machine import configure_allocator, context_bytes, hardware_id, hold_to_budget, host_memory
 from lazysched.schemas import BYTES_PER_ELEMENT, Curve, Dtype, Figure, Hardware, Rate, Stage
 from lazysched.schemas.hardware import unknown
+from lazysched.schemas.profile import interquartile
 
 MATMUL_SIZES = {"cuda": 8192, "cpu": 2048}
 """Rows and columns of the square matrices that are multiplied."""
@@ -107,8 +108,9 @@ def _matmul(device: torch.device, dtype: Dtype, repeats: int | None) -> Figure:
         durations_s = durations_of(work, device, repeats)
     except torch.OutOfMemoryError:
         raise RunError(f"matmul: matrices of {size} x {size} do not fit the GPU; free some of its memory") from None
+    median_s = statistics.median(durations_s)
     return Figure(
-        value=2 * size**3 / statistics.median(durations_s), source="measured",
+        value=2 * size**3 / median_s, source="measured", spread=interquartile(durations_s) / median_s,
         note=f"{size} x {size} x {size}, {dtype}, {_today()}",
     )  # fmt: skip
 
@@ -124,13 +126,14 @@ def _large(curve: Curve) -> Figure:
     if not curve.points:
         return unknown(curve.reason or "not measured")
     size, rate = curve.points[-1]
-    return Figure(value=rate, source="measured", note=f"requests of {size / 1e6:.0f} MB, {_today()}")
+    note = f"requests of {size / 1e6:.0f} MB, {_today()}"
+    return Figure(value=rate, source="measured", spread=curve.spread, note=note)
 
 
 def _rate(rate: Rate) -> Figure:
     if rate.per_s is None:
         return unknown(rate.reason or "not measured")
-    return Figure(value=rate.per_s, source="measured", note=f"median of {rate.repeats}, {_today()}")
+    return Figure(value=rate.per_s, source="measured", spread=rate.spread, note=f"median of {rate.repeats}, {_today()}")
 
 
 def _room(storage: Storage) -> Figure:

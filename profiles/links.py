@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -126,11 +125,12 @@ def _one_way(
     source: torch.Tensor, target: torch.Tensor, device: torch.device, repeats: int | None,
     sizes: Sequence[int] | None = None,
 ) -> Curve:  # fmt: skip
-    points = []
-    for size in sizes or SIZES:
-        durations_s = durations_of(_requests(source, target, size), device, repeats, TARGET_S)
-        points.append((size, _rate_bytes_per_s(size, durations_s)))
-    return Curve(points=points)
+    return Curve.of(
+        {
+            size: _each_s(size, durations_of(_requests(source, target, size), device, repeats, TARGET_S))
+            for size in sizes or SIZES
+        }
+    )
 
 
 def _both_ways(
@@ -138,7 +138,7 @@ def _both_ways(
     repeats: int | None,
 ) -> dict[str, Curve]:  # fmt: skip
     """Curves of both directions while the other runs too, each on a stream of its own."""
-    curves: dict[str, list[tuple[int, float]]] = {"h2d_both": [], "d2h_both": []}
+    curves: dict[str, dict[int, list[float]]] = {name: {} for name in BOTH}
     for size in SIZES:
         ways = [_requests(*up, size), _requests(*down, size)]
         # The median leaves out the last laps, in which the slower direction runs alone.
@@ -147,9 +147,9 @@ def _both_ways(
         for _ in range(count):
             for watch, requests in zip(watches, ways, strict=True):
                 watch.lap(requests)
-        for points, watch in zip(curves.values(), watches, strict=True):
-            points.append((size, _rate_bytes_per_s(size, watch.durations_s())))
-    return {name: Curve(points=points) for name, points in curves.items()}
+        for durations_s, watch in zip(curves.values(), watches, strict=True):
+            durations_s[size] = _each_s(size, watch.durations_s())
+    return {name: Curve.of(durations_s) for name, durations_s in curves.items()}
 
 
 def _pageable(
@@ -161,14 +161,15 @@ def _pageable(
     Such a copy keeps the thread that asks for it, so that both at once take two threads, as in the executor.
     """
     curves = [_one_way(*way, device, repeats, PAGEABLE_SIZES) for way in (up, down)]
-    both: list[tuple[float, ...]] = []
+    both: tuple[dict[int, list[float]], ...] = ({}, {})
     with ThreadPoolExecutor(2) as workers:
         for size in PAGEABLE_SIZES:
             ways = [_requests(*up, size), _requests(*down, size)]
             count = num_repeats(sum(wall_s(way, device) for way in ways), repeats, TARGET_S)
             laps = workers.map(partial(_laps_s, count=count, device=device), ways)
-            both.append(tuple(_rate_bytes_per_s(size, durations_s) for durations_s in laps))
-    curves += [Curve(points=list(zip(PAGEABLE_SIZES, rates, strict=True))) for rates in zip(*both, strict=True)]
+            for durations_s, laps_s in zip(both, laps, strict=True):
+                durations_s[size] = _each_s(size, laps_s)
+    curves += map(Curve.of, both)
     return dict(zip(PAGEABLE, curves, strict=True))
 
 
@@ -199,9 +200,10 @@ def _requests(source: torch.Tensor, target: torch.Tensor, size: int) -> CopyRequ
     return run
 
 
-def _rate_bytes_per_s(size: int, durations_s: Sequence[float]) -> float:
-    return size * _per_lap(size) / statistics.median(durations_s)
+def _each_s(size: int, laps_s: Sequence[float]) -> list[float]:
+    """Seconds of a request in each lap."""
+    return [lap_s / _per_lap(size) for lap_s in laps_s]
 
 
 def _read_and_written(curve: Curve) -> Curve:
-    return Curve(points=[(size, 2 * rate) for size, rate in curve.points])
+    return curve.model_copy(update={"points": [(size, 2 * rate) for size, rate in curve.points]})

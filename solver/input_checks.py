@@ -5,10 +5,9 @@ The schemas refuse what has the wrong form (negative sizes, NaN, rates of zero);
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 
-from lazysched.errors import UsageError
+from lazysched.errors import UsageError, short_repr
 from lazysched.schemas import BYTES_PER_ELEMENT, Profile, SaveVariant, Stage, Tier
 
 MAX_BLOCKS = 512
@@ -36,7 +35,9 @@ def check_arguments(time_limit_s: float, gap: float, seed: int, budget_bytes: Ma
         raise UsageError(f"seed: {seed}: use a number from 0 to {MAX_SEED}")
     for tier, size in budget_bytes.items():
         if size is not None and not 0 < size <= MAX_BYTES:
-            raise UsageError(f"{tier}_memory: {_shown(size)} bytes is no budget; use a positive size below 1e18 bytes")
+            raise UsageError(
+                f"{tier}_memory: {short_repr(size)} bytes is no budget; use a positive size below 1e18 bytes"
+            )
 
 
 def check_file_links(profile: Profile) -> None:
@@ -68,10 +69,10 @@ def check_model(profile: Profile) -> None:
     blocks = {stage.structure for stage in profile.stages if stage.is_block}
     for structure, by_size in profile.variants.items():
         for size, variants in by_size.items():
-            _check_variants(f"variants.{structure}.{_shown(size)}", variants, structure in blocks)
+            _check_variants(f"variants.{structure}.{short_repr(size)}", variants, structure in blocks)
     for name, value, least, most in _figures(profile):
         if not least <= value <= most:
-            raise _refusal(name, f"{_shown(value)} is out of range ({least:g} to {most:g})")
+            raise _refusal(name, f"{short_repr(value)} is out of range ({least:g} to {most:g})")
 
 
 def _check_order(ids: list[str]) -> None:
@@ -90,13 +91,14 @@ def _check_stage(stage: Stage, element_bytes: int) -> None:
         raise _refusal(f"{name}.shares", f"{stage.shares!r}, but only a head can share, and only embed")
     for param, shape in stage.params.items():
         if any(size <= 0 for size in shape):
-            raise _refusal(f"{name}.params.{param}", f"{_shown(list(shape))} is no shape")
+            raise _refusal(f"{name}.params.{param}", f"[{', '.join(map(short_repr, shape)):.100}] is no shape")
     least_bytes = stage.num_params * element_bytes
     if not least_bytes and stage.shares is None:
         raise _refusal(f"{name}.params", "no parameters")
     if not least_bytes <= stage.weight_bytes <= MAX_BYTES:
         raise _refusal(
-            f"{name}.weight_bytes", f"{_shown(stage.weight_bytes)} cannot be, its parameters take {_shown(least_bytes)}"
+            f"{name}.weight_bytes",
+            f"{short_repr(stage.weight_bytes)} cannot be, its parameters take {short_repr(least_bytes)}",
         )
 
 
@@ -146,10 +148,3 @@ def _of_variant(name: str, variant: SaveVariant) -> Iterator[tuple[str, float, f
 
 def _refusal(field: str, problem: str) -> UsageError:
     return UsageError(f"profile: {field}: {problem}; profile again")
-
-
-def _shown(value: object) -> str:
-    """``value`` as a line can show it: an integer of thousands of digits cannot even be written out by Python."""
-    if isinstance(value, int) and abs(value) >= MAX_BYTES * 1000:
-        return f"{'-' if value < 0 else ''}1e{math.floor(math.log10(abs(value)))} or more"
-    return f"{value}"[:100]

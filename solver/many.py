@@ -29,12 +29,14 @@ class Answer:
         missing_bytes: tier -> bytes by which that budget alone would have to grow, where nothing fits.
         problem: why there is no plan, in one line.
         infeasible: whether that is because nothing fits.
+        recipes_s: fixed recipe that fits -> step in seconds.
     """
 
     plan: Plan | None
     missing_bytes: dict[str, int] = field(default_factory=dict)
     problem: str | None = None
     infeasible: bool = False
+    recipes_s: dict[str, float] = field(default_factory=dict)
 
 
 def answer(request: Request) -> Answer:
@@ -44,14 +46,15 @@ def answer(request: Request) -> Answer:
         UsageError: an argument is wrong, or the profile lacks a figure.
     """
     try:
-        plan = solve(request.profile, **request.settings).plan
+        solution = solve(request.profile, **request.settings)
     except UsageError:
         raise
     except InfeasibleError as error:
         return Answer(None, error.missing_bytes, str(error), infeasible=True)
     except LazyschedError as error:
         return Answer(None, problem=str(error))
-    return Answer(plan.model_copy(update={"profile": None}))
+    recipes_s = {recipe.name: recipe.timeline.step_s for recipe in solution.recipes if recipe.timeline is not None}
+    return Answer(solution.plan.model_copy(update={"profile": None}), recipes_s=recipes_s)
 
 
 def answer_all(requests: Sequence[Request], report: Callable[[int], None] | None = None) -> list[Answer]:

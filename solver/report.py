@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import groupby
 
 from rich.console import Console
@@ -10,7 +9,6 @@ from rich.table import Table
 
 from lazysched.schemas import Plan, Profile, StagePlan, Tier
 from lazysched.solver.pin_checks import remarks
-from lazysched.solver.recipes import Recipe
 from lazysched.solver.simulate import Timeline
 from lazysched.solver.solution import Solution
 from lazysched.trainable import trained_share
@@ -52,9 +50,11 @@ def print_solution(solution: Solution, profile: Profile, console: Console) -> No
 
 
 def _stages_table(plan: Plan) -> Table:
-    table = Table(title="Plan", title_justify="left")
+    by_tokens = any(choice.save[:1].isdigit() for choice in plan.stages.values())
+    meaning = "saved for backward: values per token; the rest is computed again" if by_tokens else None
+    table = Table(title="Plan", title_justify="left", caption=meaning, caption_justify="left")
     for column in ("stages", "weights", "optimizer state", "saved for backward", "kept on"):
-        table.add_column(column, overflow="fold")
+        table.add_column(column, overflow="fold", no_wrap=column != "saved for backward")
     for choice, run in groupby(plan.stages.items(), key=lambda item: _key(*item)):
         names = [name for name, _ in run]
         label = names[0] if len(names) == 1 else f"{names[0]} .. {names[-1].removeprefix('block.')} ({len(names)})"
@@ -70,7 +70,7 @@ def _key(name: str, choice: StagePlan) -> tuple[str, ...]:
     if kind != "block":
         return kind, weights, state, "", ""
     tiers = sorted({choice.input_tier, *choice.saved_tiers.values()})
-    return kind, weights, state, choice.save, " + ".join(tiers)
+    return kind, weights, state, choice.save, "+".join(tiers)
 
 
 def _prediction_table(plan: Plan, timeline: Timeline, pin_limit_bytes: int | None) -> Table:
@@ -96,24 +96,26 @@ def _prediction_table(plan: Plan, timeline: Timeline, pin_limit_bytes: int | Non
 
 
 def _recipes_table(solution: Solution) -> Table:
-    table = Table(title="Fixed recipes within the same budgets", title_justify="left")
-    tiers: list[Tier] = [tier for tier, budget in solution.plan.budget_bytes.items() if budget]
-    peaks = [f"{tier} peak" for tier in tiers]
+    """Recipes that fit, at 80 columns a line or two each; those that do not are named below."""
+    plan = solution.plan
+    fitting = [(r.name, r.plan, r.timeline) for r in solution.recipes if r.plan is not None and r.timeline is not None]
+    rows = [("this plan", plan, solution.timeline), *fitting]
+    others = "; ".join(recipe.name for recipe in solution.recipes if recipe.plan is None)
+    why = "do not fit, or not with the pins" if plan.pins else "do not fit"
+    table = Table(
+        title="Fixed recipes within the same budgets, with their peaks of memory", title_justify="left",
+        caption=f"{why}: {others}" if others else None, caption_justify="left",
+    )  # fmt: skip
+    tiers: list[Tier] = [
+        tier for tier in plan.budget_bytes if any(timeline.peak_bytes[tier] for _, _, timeline in rows)
+    ]
+    differing = len({by_recipe.micro_batch for _, by_recipe, _ in rows}) > 1  # otherwise the prediction has it
     table.add_column("recipe", overflow="fold")
-    for column in ("rows", "step", *peaks, "slower by"):
+    for column in (*(["rows"] if differing else []), "step", *tiers, "slower"):
         table.add_column(column, no_wrap=True)
-    table.add_row("this plan", *_figures(solution.plan, solution.timeline, tiers), "")
-    for recipe in solution.recipes:
-        table.add_row(recipe.name, *_recipe_figures(recipe, solution.timeline.step_s, tiers))
+    for name, by_recipe, timeline in rows:
+        sizes = [str(by_recipe.micro_batch)] if differing else []
+        peaks = (format_bytes(timeline.peak_bytes[tier]) for tier in tiers)
+        slower = f"{100 * (timeline.step_s / solution.timeline.step_s - 1):.1f} %" if by_recipe is not plan else ""
+        table.add_row(name, *sizes, format_seconds(timeline.step_s), *peaks, slower)
     return table
-
-
-def _recipe_figures(recipe: Recipe, step_s: float, tiers: Sequence[Tier]) -> tuple[str, ...]:
-    if recipe.plan is None or recipe.timeline is None:
-        return "", "does not fit", *("" for _ in tiers), ""
-    return *_figures(recipe.plan, recipe.timeline, tiers), f"{100 * (recipe.timeline.step_s / step_s - 1):.1f} %"
-
-
-def _figures(plan: Plan, timeline: Timeline, tiers: Sequence[Tier]) -> tuple[str, ...]:
-    peaks = (format_bytes(timeline.peak_bytes[tier]) for tier in tiers)
-    return str(plan.micro_batch), format_seconds(timeline.step_s), *peaks

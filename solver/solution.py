@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lazysched.schemas import Plan
+from lazysched.schemas import Plan, SolverReport
 from lazysched.solver.instance import Candidate
 from lazysched.solver.recipes import Recipe
 from lazysched.solver.simulate import Timeline
+
+DEFAULT_GAP = 0.01
+"""Distance to the bound that counts as optimal, as a share of the step."""
 
 
 @dataclass(frozen=True)
@@ -56,3 +59,23 @@ class Solution:
     recipes: list[Recipe]
     tried: list[Tried]
     interrupted: bool = False
+
+
+def report_with(report: SolverReport, step_s: float, bound_s: float, gap: float) -> SolverReport:
+    """``report`` of a search, for another plan and bound of the same problem.
+
+    Args:
+        report: of the search.
+        step_s: of the plan.
+        bound_s: no plan is faster.
+        gap: that counts as optimal.
+    """
+    bound_s = min(bound_s, step_s)
+    left = 1 - bound_s / step_s
+    status = "optimal" if left <= gap else "feasible"
+    return report.model_copy(update={"objective_s": step_s, "bound_s": bound_s, "gap": left, "status": status})
+
+
+def sought_gap(given: float | None) -> float:
+    """The gap that a search ends at where ``given`` was asked for, or nothing."""
+    return DEFAULT_GAP if given is None else given

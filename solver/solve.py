@@ -14,14 +14,12 @@ from lazysched.solver.options import EVERYTHING, EXECUTABLE, Scope
 from lazysched.solver.outer_search import Search
 from lazysched.solver.pin_checks import check_pins
 from lazysched.solver.pins import parse_pins
-from lazysched.solver.solution import Progress, Solution
+from lazysched.solver.solution import Progress, Solution, sought_gap
 from lazysched.solver.space import Settings
 
 UNPLANNED_BYTES: dict[Tier, int] = {"gpu": 5 * 10**8, "host": 8 * 10**9}
 """Left out of what was free when that is the budget: beside a plan's buffers the driver takes some of the GPU for what
 is page-locked and loaded later, and the process some of the host for libraries, compiler workers and data."""
-
-DEFAULT_GAP = 0.01
 
 
 def solve(
@@ -71,7 +69,7 @@ def solve(
     """
     scope = _scope(profile, nvme_bytes, EXECUTABLE if executable_only else EVERYTHING)
     given: dict[Tier, int | None] = {"gpu": gpu_memory_bytes, "host": host_memory_bytes, "nvme": nvme_bytes or None}
-    check_arguments(time_limit_s, DEFAULT_GAP if gap is None else gap, seed, given)
+    check_arguments(time_limit_s, sought_gap(gap), seed, given)
     if optimizer_state not in get_args(StateFormat):
         raise UsageError(f"optimizer_state: {optimizer_state!r} is not known; use {' or '.join(get_args(StateFormat))}")
     check_model(profile)
@@ -87,7 +85,7 @@ def solve(
     check_pins(fixed, profile, scope)
     settings = Settings(
         profile, batch_size, budget_bytes, memories, update, optimizer_state, fixed, scope, time_limit_s,
-        DEFAULT_GAP if gap is None else gap, seed, proves_to_the_end=gap is not None,
+        sought_gap(gap), seed, proves_to_the_end=gap is not None,
     )  # fmt: skip
     return Search(settings, report).run()
 

@@ -1,27 +1,21 @@
-"""The frontier of memory and time: the fastest plan at each of many budgets, as a table and as CSV."""
+"""The frontier of memory and time: the fastest plan at each of many budgets."""
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
-from rich.table import Table
-
-from lazysched.errors import InfeasibleError, UsageError
+from lazysched.errors import UsageError
 from lazysched.schemas import Plan, Profile, Tier
 from lazysched.solver.many import Answer, Request, answer_all
+from lazysched.solver.solution import report_with, sought_gap
 from lazysched.solver.what_if import engine_shares
-from lazysched.units import format_bytes, format_seconds, parse_bytes
+from lazysched.units import parse_bytes
 
 SWEPT: dict[str, Tier] = {"gpu-memory": "gpu", "host-memory": "host", "nvme": "nvme"}
 MAX_POINTS = 200
-COLUMNS: tuple[str, ...] = (
-    "budget_bytes", "status", "step_s", "tokens_per_s", "gap", "micro_batch", "gpu_peak_bytes", "host_peak_bytes",
-    "nvme_peak_bytes", "binds", "missing_bytes",
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -49,10 +43,13 @@ class Point:
     Attributes:
         budget_bytes: of the swept tier.
         plan: the fastest plan known within it, without its profile; None where there is none.
-        binds: engine, and tier whose memory keeps the step from being shorter; empty without a plan.
+        binds: engine, and tier whose memory keeps the step from being shorter, as far as known, with a question mark
+            where that is not proven; empty without a plan.
         missing_bytes: by which the swept budget would have to grow; None with a plan, or where growing it alone cannot
             help or was not worked out.
-        status: ``optimal``, ``feasible``, ``infeasible`` or ``time limit``.
+        status: ``optimal``, ``feasible``, ``infeasible`` or ``time limit``, which is neither a plan nor a proof that
+            there is none.
+        recipes_s: fixed recipe that fits -> step in seconds.
     """
 
     budget_bytes: int
@@ -60,6 +57,7 @@ class Point:
     binds: str
     missing_bytes: int | None
     status: str
+    recipes_s: dict[str, float] = field(default_factory=dict)
 
 
 def parse_sweep(text: str) -> Sweep:
@@ -96,7 +94,8 @@ def run_sweep(
 ) -> list[Point]:
     """Solve for every budget, on all cores.
 
-    A plan that fits a budget fits larger ones, so a point never has a slower plan than one before it.
+    A plan that fits a budget fits larger ones: a point never has a slower plan or recipe than one before it, and what
+    is proven for a larger budget is proven for it too.
 
     Args:
         profile: measurements.
@@ -110,115 +109,67 @@ def run_sweep(
     name = f"{sweep.flag.replace('-', '_')}_bytes"
     requests = [Request(profile, {**settings, name: budget}) for budget in sweep.budgets]
     answers = answer_all(requests, report)
+    plans = _fastest(answers, sweep, sought_gap(settings.get("gap")))
+    recipes = accumulate((answer.recipes_s for answer in answers), _fastest_recipes)
+    return [_point(profile, sweep, index, answers[index:], plans, recipes_s) for index, recipes_s in enumerate(recipes)]
+
+
+def _fastest(answers: Sequence[Answer], sweep: Sweep, gap: float) -> list[Plan | None]:
+    """For each budget the fastest plan of it and all smaller ones, with the highest bound of it and all larger ones."""
+    of_larger = accumulate((_bound_s(answer) for answer in reversed(answers)), max)
+    bounds = list(of_larger)[::-1]
     plans: list[Plan | None] = []
-    for found, budget in zip(answers, sweep.budgets, strict=True):
-        plans.append(_no_slower(found.plan, plans[-1] if plans else None, sweep.tier, budget))
-    return [_point(profile, sweep, index, found, plans) for index, found in enumerate(answers)]
+    best: Plan | None = None
+    for found, budget, bound_s in zip(answers, sweep.budgets, bounds, strict=True):
+        if best is None or (found.plan is not None and step_of(found.plan) < step_of(best)):
+            best = found.plan
+        plans.append(best and _held_against(best, found.plan or best, sweep.tier, budget, bound_s, gap))
+    return plans
 
 
-def _no_slower(found: Plan | None, before: Plan | None, tier: Tier, budget: int) -> Plan | None:
-    """``found``, or the plan of the smaller budget before it where that is as fast, under this budget and bound."""
-    if before is None or (found is not None and _step_s(found) < _step_s(before)):
-        return found
-    budgets = {"budget_bytes": {**before.budget_bytes, tier: budget}}
-    report = before.solver if found is None else found.solver
-    assert report is not None
-    step_s = _step_s(before)
-    bound_s = min(report.bound_s, step_s) if found is not None else 0.0
-    gap = 1 - bound_s / step_s
-    # Another solve of the same plan proved it optimal only for its own, smaller budget.
-    status = report.status if found is not None else "feasible"
-    solver = report.model_copy(update={"objective_s": step_s, "bound_s": bound_s, "gap": gap, "status": status})
-    return before.model_copy(update={**budgets, "solver": solver})
+def _bound_s(answer: Answer) -> float:
+    """No plan within the answer's budget is faster; 0 where nothing is known."""
+    return 0.0 if answer.plan is None or answer.plan.solver is None else answer.plan.solver.bound_s
 
 
-def _point(profile: Profile, sweep: Sweep, index: int, found: Answer, plans: Sequence[Plan | None]) -> Point:
+def _held_against(plan: Plan, solved: Plan, tier: Tier, budget: int, bound_s: float, gap: float) -> Plan:
+    """``plan`` as that of another budget; ``solved`` is what its own solve found."""
+    assert solved.solver is not None
+    report = report_with(solved.solver, step_of(plan), bound_s, gap)
+    return plan.model_copy(update={"budget_bytes": {**plan.budget_bytes, tier: budget}, "solver": report})
+
+
+def _fastest_recipes(smaller: dict[str, float], own: dict[str, float]) -> dict[str, float]:
+    return {name: min(steps[name] for steps in (smaller, own) if name in steps) for name in {**smaller, **own}}
+
+
+def _point(
+    profile: Profile, sweep: Sweep, index: int, from_here: Sequence[Answer], plans: Sequence[Plan | None],
+    recipes_s: dict[str, float],
+) -> Point:  # fmt: skip
     plan, budget = plans[index], sweep.budgets[index]
     if plan is None:
-        status = "infeasible" if found.infeasible else "time limit"
-        return Point(budget, None, "", found.missing_bytes.get(sweep.tier), status)
+        status = "infeasible" if any(answer.infeasible for answer in from_here) else "time limit"
+        return Point(budget, None, "", from_here[0].missing_bytes.get(sweep.tier), status, recipes_s)
     assert plan.solver is not None
-    return Point(budget, plan, _binds(profile, sweep, plan, plans[index + 1 :]), None, plan.solver.status)
+    binds = _binds(profile, sweep, plan, plans[index + 1 :])
+    return Point(budget, plan, binds, None, plan.solver.status, recipes_s)
 
 
 def _binds(profile: Profile, sweep: Sweep, plan: Plan, larger: Sequence[Plan | None]) -> str:
-    """The engine that most of the step follows, and the swept memory where a larger budget is proven to be faster."""
-    assert plan.solver is not None
-    engine = next(iter(engine_shares(plan, profile, _step_s(plan))))
-    best_s = min((_step_s(other) for other in larger if other is not None), default=_step_s(plan))
-    return f"{engine}, {sweep.tier}" if best_s < plan.solver.bound_s else engine
+    """The engine that most of the step follows, and the swept memory where a larger budget is faster.
 
-
-def best_of(points: Sequence[Point]) -> Plan:
-    """The fastest plan of a sweep, of equally fast ones that of the smallest budget.
-
-    Raises:
-        InfeasibleError: nothing fits at any budget.
+    With a question mark where that is not proven: a plan as fast may exist within this budget.
     """
-    plans = [point.plan for point in points if point.plan is not None]
-    if not plans:
-        last = points[-1]
-        missing = "" if last.missing_bytes is None else f", which lacks {format_bytes(last.missing_bytes)}"
-        raise InfeasibleError(
-            f"no plan fits at any budget of the sweep, up to {format_bytes(last.budget_bytes)}{missing}; sweep higher"
-        )
-    return min(plans, key=_step_s)
-
-
-def frontier_table(sweep: Sweep, points: Sequence[Point]) -> Table:
-    """One row for each budget, within 80 columns; the CSV has more."""
-    table = Table(title=f"{sweep.flag} and time", title_justify="left")
-    for column in ("budget", "step", "tokens/s", f"{sweep.tier} peak", "binds", "status", "gap"):
-        table.add_column(column, no_wrap=True)
-    for point in points:
-        table.add_row(format_bytes(point.budget_bytes), *_cells(sweep.tier, point))
-    return table
-
-
-def _cells(tier: Tier, point: Point) -> tuple[str, ...]:
-    plan = point.plan
-    if plan is None:
-        missing = "" if point.missing_bytes is None else f"lacks {format_bytes(point.missing_bytes)}"
-        return "", "", "", missing, point.status, ""
-    assert plan.predicted is not None
     assert plan.solver is not None
-    peak = format_bytes(plan.predicted.peak_bytes.get(tier, 0))
-    gap = f"{100 * plan.solver.gap:.1f} %"
-    return format_seconds(_step_s(plan)), f"{_tokens_per_s(plan):,.0f}", peak, point.binds, point.status, gap
+    engine = next(iter(engine_shares(plan, profile, step_of(plan))))
+    best_s = min((step_of(other) for other in larger if other is not None), default=step_of(plan))
+    if best_s >= step_of(plan):
+        return engine
+    return f"{engine}, {sweep.tier}{'' if best_s < plan.solver.bound_s else '?'}"
 
 
-def save_frontier(path: Path, points: Sequence[Point]) -> None:
-    """Write the points as CSV with the columns ``COLUMNS``: bytes, seconds, empty where there is no figure.
-
-    Raises:
-        UsageError: the file cannot be written.
-    """
-    try:
-        with path.open("w", encoding="utf-8", newline="") as file:
-            writer = csv.DictWriter(file, COLUMNS)
-            writer.writeheader()
-            writer.writerows(_row(point) for point in points)
-    except OSError as error:
-        raise UsageError(f"{path}: cannot be written ({error.strerror}); name a file you may write") from None
-
-
-def _row(point: Point) -> dict[str, Any]:
-    row: dict[str, Any] = {
-        "budget_bytes": point.budget_bytes, "status": point.status, "binds": point.binds,
-        "missing_bytes": point.missing_bytes,
-    }  # fmt: skip
-    plan = point.plan
-    if plan is not None and plan.predicted is not None and plan.solver is not None:
-        row |= {"step_s": _step_s(plan), "tokens_per_s": _tokens_per_s(plan), "gap": plan.solver.gap}
-        row |= {f"{tier}_peak_bytes": size for tier, size in plan.predicted.peak_bytes.items()}
-        row["micro_batch"] = plan.micro_batch
-    return row
-
-
-def _step_s(plan: Plan) -> float:
+def step_of(plan: Plan) -> float:
+    """Seconds of a step as predicted."""
     assert plan.predicted is not None
     return plan.predicted.step_s
-
-
-def _tokens_per_s(plan: Plan) -> float:
-    return plan.batch_size * plan.seq_len / _step_s(plan)

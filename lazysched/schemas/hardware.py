@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from lazysched.schemas.base import Document, Dtype, Schema
+from lazysched.schemas.profile import NOISY_SPREAD
 
 FigureSource = Literal["measured", "datasheet", "published", "derived", "assumed"]
 """``measured`` with lazysched on such a machine; a vendor's ``datasheet``; ``published`` by somebody else; ``derived``
@@ -19,6 +20,8 @@ class Figure(Schema):
     value: float | None = Field(gt=0)
     source: FigureSource | None = None
     """Null where the value is."""
+    spread: float | None = Field(default=None, ge=0)
+    """Interquartile range over the median of what was measured repeatedly."""
     note: str = ""
     """Which document, how it was derived, or why there is no value."""
 
@@ -93,3 +96,12 @@ class Hardware(Document):
         """Every figure by its name, in the order of the schema."""
         values = {name: getattr(self, name) for name in type(self).model_fields}
         return {name: value for name, value in values.items() if isinstance(value, Figure)}
+
+    def doubts(self) -> list[str]:
+        """What a user should know before trusting the figures, one line each; empty when all went as wanted."""
+        spreads = {name: figure.spread for name, figure in self.figures.items() if figure.spread is not None}
+        noisy = [name for name, spread in spreads.items() if spread > NOISY_SPREAD]
+        if not noisy:
+            return []
+        count = f"{len(noisy)} of {len(spreads)} figures vary by more than {100 * NOISY_SPREAD:.0f} % between repeats"
+        return [f"{count} ({', '.join(noisy)}); estimates will be off, measure again when the machine is quiet"]

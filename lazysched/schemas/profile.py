@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
@@ -96,6 +96,18 @@ class Curve(Schema):
     """(request bytes, bytes per second), sizes ascending."""
     reason: str | None = None
     """Why there are no points."""
+    spread: float | None = Field(default=None, ge=0)
+    """Interquartile range over the median of the largest request's repeats; null where it is not known."""
+
+    @classmethod
+    def of(cls, durations_s: Mapping[int, Sequence[float]]) -> Curve:
+        """The curve of request bytes -> seconds of each repeat, sizes ascending."""
+        medians_s = {size: statistics.median(repeats_s) for size, repeats_s in durations_s.items()}
+        largest = max(medians_s)
+        return cls(
+            points=[(size, size / median_s) for size, median_s in medians_s.items()],
+            spread=interquartile(durations_s[largest]) / medians_s[largest],
+        )
 
     @model_validator(mode="after")
     def _ascending_or_reason(self) -> Curve:

@@ -100,7 +100,7 @@ ROWS = (
         "beta of 1", COMMAND, ("adam_beta1: 1.0 is out of range", "below 1"), with_changes(adam_beta1=1),
     ),
     Bad(
-        "seed of 30 digits", COMMAND, ("seed: 1000000", "too large"), with_changes(seed=10**30),
+        "seed of 30 digits", COMMAND, ("seed: 1e30 or more", "too large"), with_changes(seed=10**30),
         shown="{data}: 24 of 24 rows",
     ),
     Bad("a day that there is not", COMMAND, ("{settings}", "month must be"), holding("seed: 2020-13-45\n")),

@@ -15,7 +15,7 @@ from typer.main import get_command
 from lazysched.cli import app, main
 from lazysched.errors import InfeasibleError, RunError
 from lazysched.profiles.library_files import load_hardware
-from lazysched.schemas import Hardware, Plan, Profile
+from lazysched.schemas import Figure, Hardware, Plan, Profile
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -226,6 +226,7 @@ def test_profile_passes_every_micro_batch_and_writes(in_tmp: Path, monkeypatch: 
               "-o", "new.yaml"]) == 0
     )  # fmt: skip
     assert measure.positional == ("model",)
+    assert callable(measure.pop("report"))
     assert measure == {
         "device": "cpu", "dtype": None, "seq_len": 1024, "micro_batches": [2, 8], "storage_dir": None,
         "compiled": None, "packing": False, "pin_limit_bytes": 1_500_000_000, "trainable": None,
@@ -233,14 +234,32 @@ def test_profile_passes_every_micro_batch_and_writes(in_tmp: Path, monkeypatch: 
     assert Profile.load("new.yaml") == PROFILE
 
 
-def test_hardware_only_measures_no_model(in_tmp: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    hardware = load_hardware("h200")
+def test_hardware_only_measures_no_model_and_says_what_it_found(
+    in_tmp: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    found = {
+        "matmul_flop_per_s": Figure(value=7.2e14, source="measured", spread=0.02, note="8192 x 8192, 2026-11-30"),
+        "cpu_update_fp32_per_s": Figure(value=9.9e8, source="measured", spread=0.64),
+        "price_usd_per_hour": Figure(value=None, note="ask"),
+        "context_bytes": Figure(value=None, note="ask"),
+    }
+    hardware = load_hardware("h200").model_copy(update=found)
     measure = Calls(hardware)
     replace_module(monkeypatch, "lazysched.profiles.hardware", measure_hardware=measure)
     flags = ["--hardware-only", "--device", "cpu", "--storage", "disk", "--pin-limit", "2GB"]
     assert main(["profile", *flags, "-o", "mine.yaml"]) == 0
     assert measure == {"device": "cpu", "storage_dir": "disk", "pin_limit_bytes": 2 * 10**9}
     assert Hardware.load("mine.yaml") == hardware
+    said = capsys.readouterr()
+    rows = [" ".join(line.replace("│", " ").split()) for line in said.out.splitlines()]
+    assert "matmul 720 TFLOP/s 2 % 8192 x 8192" in rows
+    assert "cpu update fp32 990 M parameters/s 64 %" in rows
+    assert any(row.startswith("h2d 55.4 GB/s profile of") for row in rows)
+    assert "no figure for context, price: ask" in rows
+    assert max(len(line) for line in said.out.splitlines() if "│" in line) == 80
+    warning = "1 of 2 figures vary by more than 25 % between repeats (cpu_update_fp32_per_s)"
+    assert said.err.startswith(f"warning: {warning}")
 
 
 def test_an_estimate_takes_the_place_of_a_profile(

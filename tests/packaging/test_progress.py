@@ -1,4 +1,4 @@
-"""The line that a terminal shows while a plan is searched."""
+"""The line that a terminal shows while a model is profiled or a plan is searched."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import io
 import pytest
 from rich.console import Console
 
-from lazysched.progress import in_words, search_shown
+from lazysched import progress
+from lazysched.progress import in_words, left_s, profile_shown, search_shown
 from lazysched.solver import solve
 from lazysched.solver.solution import Progress
 from tests.solver.synthetic import tiny_profile
@@ -37,3 +38,26 @@ def test_only_a_terminal_is_shown_it(is_terminal: bool) -> None:
 
 def test_before_anything_is_known() -> None:
     assert in_words(Progress(None, None)) == "looking for a plan"
+
+
+@pytest.mark.parametrize(("is_terminal", "left"), [(True, 20), (True, -1), (False, 20)])
+def test_a_profile_tells_what_it_measures_and_what_is_left(
+    is_terminal: bool, left: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = io.StringIO()
+    console = Console(file=written, force_terminal=is_terminal, width=100)
+    monkeypatch.setattr(progress, "left_s", lambda elapsed_s, at_s, done: left)
+    with profile_shown(console) as report:
+        report("blocks", 0.0)
+        report("copies", 0.85)
+    shown = written.getvalue()
+    assert bool(shown) == is_terminal
+    assert ("measuring copies" in shown) == is_terminal
+    assert ("about 20 s left" in shown) == (is_terminal and left == 20)
+    assert "about -1 s left" not in shown  # it takes longer than it looked: nothing is known
+
+
+def test_what_is_left_follows_from_what_is_done() -> None:
+    assert left_s(elapsed_s=10, at_s=10, done=0.25) == 30
+    assert left_s(elapsed_s=25, at_s=10, done=0.25) == 15
+    assert left_s(elapsed_s=70, at_s=10, done=0.25) <= 0  # later than it looked

@@ -13,7 +13,7 @@ from lazysched.profiles.estimate import estimate
 from lazysched.profiles.hardware import measure_hardware
 from lazysched.profiles.library_files import library_names, load_hardware
 from lazysched.profiles.shapes import shape_of
-from lazysched.schemas import Figure, Hardware, Profile
+from lazysched.schemas import Curve, Figure, Hardware, Profile
 from lazysched.solver import solve
 
 EXPECTED = {
@@ -110,6 +110,19 @@ def test_this_machine_is_measured_and_what_it_lacks_has_a_reason(here: Hardware)
     }  # fmt: skip
     assert {figure.source for figure in here.figures.values()} == {"measured", None}
     assert "never overlap" in here.h2d_both_bytes_per_s.note
+    repeated = {name for name, figure in here.figures.items() if figure.spread is not None}
+    assert repeated == {
+        "h2d_bytes_per_s", "d2h_bytes_per_s", "nvme_read_bytes_per_s", "nvme_write_bytes_per_s", "gpu_copy_bytes_per_s",
+        "host_copy_bytes_per_s", "matmul_flop_per_s", "cpu_update_hybrid8_per_s", "cpu_update_fp32_per_s",
+        "gpu_update_hybrid8_per_s", "gpu_update_fp32_per_s",
+    }  # fmt: skip
+
+
+def test_a_curve_keeps_the_spread_of_its_largest_request() -> None:
+    curve = Curve.of({10: [1.0, 3.0], 40: [2.0, 3.0, 4.0, 5.0, 6.0]})
+    assert curve.points == [(10, 5.0), (40, 10.0)]
+    assert curve.spread == 0.5
+    assert Curve.of({10: [2.0]}) == Curve(points=[(10, 5.0)], spread=0.0)
 
 
 def test_the_file_of_this_machine_plans(here: Hardware, tmp_path: Path) -> None:

@@ -42,16 +42,23 @@ def run(
     config: PretrainedConfig, folder: Path, device: str = "cpu", compiled: bool | None = False, packing: bool = False
 ) -> Profile:
     config.save_pretrained(folder)
+    parts: list[tuple[str, float]] = []
     with pytest.MonkeyPatch.context() as patch:
         for room, name, value in (
             (links, "SIZES", COPY_SIZES), (links, "PAGEABLE_SIZES", COPY_SIZES),
             (links, "LAP_BYTES", 1 << 16), (updates, "WALKED_BYTES", 1 << 18),
         ):  # fmt: skip
             patch.setattr(room, name, value)
-        return profile(
+        measured = profile(
             str(folder / "config.json"), device=device, seq_len=SEQ_LEN, micro_batches=MICRO_BATCHES,
             loss_chunk_tokens=CHUNK_TOKENS, repeats=2, compiled=compiled, packing=packing,
+            report=lambda *part: parts.append(part),
         )  # fmt: skip
+    shares = [done for _, done in parts]
+    assert shares == sorted(set(shares))
+    assert (shares[0], shares[-1]) == (0, pytest.approx(0.85))
+    assert [part for part, _ in parts][-2:] == ["page-locking and updates", "copies"]
+    return measured
 
 
 @pytest.fixture(scope="module")

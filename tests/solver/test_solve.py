@@ -314,6 +314,23 @@ class TestSurroundings:
         ):
             assert expected in text
 
+    def test_recipes_that_do_not_fit_stand_below_those_that_do(self) -> None:
+        """At 80 columns, a line each but for the longest name."""
+        profile = tiny_profile(4)
+        console = Console(width=80, record=True)
+        print_solution(solved(profile, 60 * MB), profile, console)
+        lines = [line.rstrip() for line in console.export_text().splitlines()]
+        assert "do not fit: keep all activations" in lines
+        first = next(i for i, line in enumerate(lines) if line.startswith("┃ recipe"))
+        rows = [
+            line.strip("│ ").split(" │ ") for line in lines[first + 2 : lines.index(lines[-1], first)] if "│" in line
+        ]
+        assert [row[0].strip() for row in rows] == [
+            "this plan", "checkpoint every block", "checkpoint every block, inputs on host",
+            "one variant for all blocks", "everything streamed, inputs kept", "everything streamed, inputs anywhere",
+        ]  # fmt: skip
+        assert all(row[-1].endswith("%") for row in rows[1:])
+
     def test_imports_no_torch(self) -> None:
         code = "import sys, lazysched.solver; assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
         subprocess.run([sys.executable, "-c", code], check=True)
