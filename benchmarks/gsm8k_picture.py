@@ -120,7 +120,7 @@ def _draw_runs(axes: Any, figures: Mapping[str, Figures], metric: str, title: st
         }  # fmt: skip
         seeds |= set(points)
         values = [scale * (value_of(of_run, metric) or 0.0) for of_run in points.values()]
-        errors = [scale * _uncertainty(of_run) for of_run in points.values()] if scale > 1 else None
+        errors = [_uncertainty(of_run, metric, case) * scale for of_run in points.values()]
         places = [seed + shift for seed in points]
         axes.errorbar(places, values, errors, fmt="o", capsize=4, color=COLOURS[case])
     if not seeds:
