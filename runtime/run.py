@@ -28,6 +28,7 @@ from lazysched.runtime.run_inputs import RunInputs, held_out_loss
 from lazysched.runtime.run_memory import RunMemory, out_of_memory
 from lazysched.runtime.saving import Checkpoints, SavingPolicy
 from lazysched.runtime.schedule import LearningRateSchedule
+from lazysched.runtime.self_test import check_updates
 from lazysched.runtime.session import Session
 from lazysched.runtime.stage_updates import AdamWSettings
 from lazysched.runtime.stopping import StopSignals
@@ -115,6 +116,7 @@ class Run:
 
     def _open(self) -> Session:
         machine.configure_allocator(self.device)
+        check_updates(self.plan, self.device)
         host_limit_bytes = machine.host_memory()[1]
         if "host" in self.plan.budget_bytes:
             host_limit_bytes = min(host_limit_bytes, self.plan.budget_bytes["host"])
