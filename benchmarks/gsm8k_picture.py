@@ -89,8 +89,14 @@ def draw(steps: pd.DataFrame, figures: Mapping[str, Figures], path: Path) -> Non
         1, 3, figsize=(14.5, 4.5), layout="constrained", width_ratios=(2, 1, 1)
     )
     _draw_curves(left, steps)
-    _draw_runs(middle, figures, "held_out_loss", "held-out loss at the end", "loss per trained token (nats)")
-    _draw_runs(right, figures, "exact_match", "exact match, with 95 % intervals", "right answers (%)")
+    _draw_runs(
+        middle,
+        figures,
+        "held_out_loss",
+        f"held-out loss, bars: ±{MOST_DIFFERENCE:.1%}",
+        "loss per trained token (nats)",
+    )
+    _draw_runs(right, figures, "exact_match", "exact match, with 95% intervals", "right answers (%)")
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
 
@@ -120,7 +126,9 @@ def _draw_runs(axes: Any, figures: Mapping[str, Figures], metric: str, title: st
         }  # fmt: skip
         seeds |= set(points)
         values = [scale * (value_of(of_run, metric) or 0.0) for of_run in points.values()]
-        errors = [_uncertainty(of_run, metric, case) * scale for of_run in points.values()]
+        errors = [scale * _uncertainty(of_run, metric) for of_run in points.values()]
+        if metric == "held_out_loss" and case == "streamed":
+            errors = [0.0] * len(points)  # it is to lie within the other's bars
         places = [seed + shift for seed in points]
         axes.errorbar(places, values, errors, fmt="o", capsize=4, color=COLOURS[case])
     if not seeds:
@@ -133,10 +141,10 @@ def _draw_runs(axes: Any, figures: Mapping[str, Figures], metric: str, title: st
     axes.grid(alpha=0.3)
 
 
-def _uncertainty(of_run: Figures) -> float:
-    """Half of the interval that holds a share of so many rows 19 times of 20, as for a normal distribution."""
-    share, rows = value_of(of_run, "exact_match") or 0.0, value_of(of_run, "exact_match_rows") or 1.0
-    return 1.96 * math.sqrt(share * (1 - share) / rows)
+def _uncertainty(of_run: Figures, metric: str) -> float:
+    """Half of what a bar spans: of a loss what it may differ by, of a share what 19 of 20 samples would lie within."""
+    value, rows = value_of(of_run, metric) or 0.0, value_of(of_run, "exact_match_rows") or 1.0
+    return MOST_DIFFERENCE * value if metric == "held_out_loss" else 1.96 * math.sqrt(value * (1 - value) / rows)
 
 
 def _is_of(case: str, name: str) -> bool:

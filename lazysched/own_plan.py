@@ -44,6 +44,9 @@ def make_plan(settings: TrainConfig, console: Console) -> Plan:
     patterns_of(settings.trainable)
     clip_norm = 1.0 if settings.max_grad_norm is None else settings.max_grad_norm or None
     _check_data(settings)
+    from lazysched.runtime.binding import bind_to_gpu
+
+    bind_to_gpu(settings.device, console, wanted=settings.numa_bind)
     profile = _profile(settings, rows, console)
     from lazysched.solver import solve
 

@@ -51,11 +51,13 @@ def run_quickstart(output_dir: Path, *, device: str | None, console: Console) ->
     console.print(f"1/4 data: {NUM_TRAIN_ROWS} word problems in {train_file}", highlight=False, markup=False)
 
     from lazysched.profiles.measure import profile
+    from lazysched.runtime.binding import bind_to_gpu
     from lazysched.runtime.report import comparison_table
     from lazysched.runtime.train import train
     from lazysched.solver import solve
     from lazysched.solver.report import print_solution
 
+    bind_to_gpu(device, console)
     console.print(f"2/4 profile: {Path(model).name}, {SEQ_LEN} tokens a row", highlight=False, markup=False)
     measured = profile(
         model, device=device, dtype=None, seq_len=SEQ_LEN, micro_batches=MICRO_BATCHES, storage_dir=str(output_dir)

@@ -116,6 +116,8 @@ class TrainConfig(Schema):
     """Budget to solve for where there is no plan, as ``24GB``."""
     host_memory: str | None = None
     """Likewise, as ``100GB``."""
+    numa_bind: bool = True
+    """On a machine of several sockets, threads keep to the cores beside the GPU."""
 
     @field_validator("plan", "model", "data", "output_dir", "trace", mode="before")
     @classmethod
@@ -169,7 +171,7 @@ class TrainConfig(Schema):
 
     def run_arguments(self) -> dict[str, Any]:
         """What ``lazysched.train`` takes beside the plan."""
-        shared = {*PLANNED, "plan"}
+        shared = {*PLANNED, "plan", "numa_bind"}
         steps = None if self.trace_steps is None else parse_slice(self.trace_steps, "--trace-steps")
         device = None if self.device == "auto" else self.device
         return self.model_dump(exclude=shared) | {"trace_steps": steps, "device": device}
