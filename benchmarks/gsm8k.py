@@ -12,18 +12,22 @@ loss is that of all of test.jsonl, exact match the share of its questions whose 
 exported model, ends with the right last number, as ``lazysched evaluate`` counts.
 
 A run's rows are written to gsm8k.json, and its curve to gsm8k.csv, as soon as they are there, beside those of other
-runs; what is there is not run again, so that a part can be run at a time. Profile, plans and models of runs without
-exact match lie in --work and are used again. Last of all gsm8k.png is drawn from these files, and the rows
-``all_seeds`` computed: they say null, "not measured", until both cases have three seeds.
+runs; what is there is not run again, so that a part can be run at a time. On a GPU each run is a process of its own.
+Profile, plans and models of runs without exact match lie in --work and are used again by the same settings. Last of
+all gsm8k.png is drawn from these files, and the rows ``all_seeds`` computed: they say null, "not measured", until both
+cases have three seeds.
 An epoch has 468 steps of 16 x 512 tokens, which should take one to two minutes on an H200: convergence.py needed 0.2 s
-a step there. 12 rows of train.jsonl are longer and lose their end.
+a step there. 7 rows of train.jsonl and 3 of test.jsonl are longer and lose their end.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import shutil
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -147,7 +151,9 @@ class Benchmark:
     """Runs of the chosen cases and seeds that the results lack."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
-        self.arguments, self.work = arguments, arguments.work
+        self.arguments = arguments
+        settings = f"{command_of(arguments)}\n{arguments.data.resolve()}\n{machine_of(arguments)}"
+        self.work: Path = arguments.work / hashlib.sha256(settings.encode()).hexdigest()[:12]
         self.batch_size, self.seq_len, self.micro_batches = (
             (BATCH_SIZE, SEQ_LEN, MICRO_BATCHES) if arguments.device == "cuda" else TRY_SIZES
         )
@@ -157,9 +163,16 @@ class Benchmark:
         self.train_file, self.test_file = (self._first_rows(f"{name}.jsonl") for name in ("train", "test"))
 
     def run(self) -> None:
-        """Train and answer, seed by seed, both cases in turn."""
-        for seed in self.arguments.seeds:
-            for case in self.arguments.cases:
+        """Train and answer, seed by seed, both cases in turn.
+
+        A process that has trained or answered holds more of a GPU than a new one, which 2 GB would not have room for.
+        """
+        runs = [(case, seed) for seed in self.arguments.seeds for case in self.arguments.cases]
+        for case, seed in runs:
+            if self.arguments.device == "cuda" and len(runs) > 1:
+                part = ["--cases", case, "--seeds", str(seed)]  # of an option given twice the last counts
+                subprocess.run([sys.executable, __file__, *sys.argv[1:], *part], check=True)
+            else:
                 self._run(case, seed)
 
     def _run(self, case: str, seed: int) -> None:
@@ -170,8 +183,8 @@ class Benchmark:
             print(f"{case}, seed {seed}: trained before", flush=True)
         else:
             known = self._train(case, seed, folder)
-            self._save(case, seed, known)
             save_steps(self.arguments.results, case, seed, folder / LOG_FILE)
+            self._save(case, seed, known)
         if "exact_match" not in known:
             self._save(case, seed, known | self._answer(folder))
         shutil.rmtree(folder, ignore_errors=True)
@@ -254,7 +267,7 @@ class Benchmark:
         whole = Path(self.arguments.data) / name
         if self.arguments.rows is None:
             return whole
-        path: Path = self.work / name
+        path = self.work / name
         path.write_text("".join(whole.read_text().splitlines(keepends=True)[: self.arguments.rows]))
         return path
 

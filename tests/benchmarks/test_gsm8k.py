@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from lazysched import profile, solve
 from tests.end_to_end.tiny_folder import make_data, make_model
@@ -75,6 +76,25 @@ def test_parts_come_together_and_nothing_is_run_twice(
     with pytest.raises(SystemExit):
         run(monkeypatch, folder)
     assert "--results: a try needs a folder of its own" in capsys.readouterr().err
+
+
+def test_on_a_gpu_each_run_is_a_process(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for a machine with one: what would be started, and that nothing runs here."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    import gsm8k
+
+    started = list[list[str]]()
+    monkeypatch.setenv("LAZYSCHED_COMMIT", "made up")  # or git would be asked
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(gsm8k, "machine_of", lambda arguments: "made up")
+    monkeypatch.setattr(gsm8k.subprocess, "run", lambda command, check: started.append(command))
+    results = folder / "results"
+    run(monkeypatch, folder, "--device", "cuda", "--results", str(results), "--seeds", "0", "5")
+    parts = [(case, seed) for seed in "05" for case in ("streamed", "resident")]
+    assert [command[-4:] for command in started] == [["--cases", case, "--seeds", seed] for case, seed in parts]
+    figures = figures_in(results)
+    assert {case for case, _ in figures} == {"all_seeds"}
+    assert figures["all_seeds", "largest_relative_difference"] is None
 
 
 def test_plans_are_what_they_are_called(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
