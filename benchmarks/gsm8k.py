@@ -33,6 +33,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import torch
@@ -272,24 +273,20 @@ class Benchmark:
         return path
 
 
-def saved_rows(folder: Path) -> list[dict[str, object]]:
+def saved_rows(folder: Path) -> list[dict[str, Any]]:
     """Rows of gsm8k.json in ``folder``."""
     path = folder / f"{NAME}.json"
-    rows: list[dict[str, object]] = json.loads(path.read_text()) if path.exists() else []
+    rows: list[dict[str, Any]] = json.loads(path.read_text()) if path.exists() else []
     return rows
 
 
 def read_figures(folder: Path) -> dict[str, Figures]:
     """Figures of all runs that are saved in ``folder``: case with seed -> metric -> value and unit."""
-    table = pd.DataFrame(saved_rows(folder), columns=["case", "metric", "value", "unit"])
-    return {
-        str(case): {
-            str(row.metric): (None if pd.isna(row.value) else float(row.value), str(row.unit))
-            for row in of_case.itertuples()
-        }
-        for case, of_case in table.groupby("case")
-        if case != "all_seeds"
-    }
+    found: dict[str, Figures] = {}
+    for row in saved_rows(folder):
+        if row["case"] != "all_seeds":
+            found.setdefault(row["case"], {})[row["metric"]] = (row["value"], row["unit"])
+    return found
 
 
 def read_steps(folder: Path) -> pd.DataFrame:

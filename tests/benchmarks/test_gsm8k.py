@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import csv
+import importlib
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from lazysched import profile, solve
+from lazysched import Plan
 from tests.end_to_end.tiny_folder import make_data, make_model
 
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
@@ -18,10 +20,15 @@ PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 NUM_STEPS = 2
 
 
+def module(monkeypatch: pytest.MonkeyPatch, name: str) -> Any:
+    """A module of the benchmarks' folder."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    return importlib.import_module(name)
+
+
 def run(monkeypatch: pytest.MonkeyPatch, folder: Path, *options: str) -> None:
     """The benchmark's main function, in this process: what it imports is loaded once."""
-    monkeypatch.syspath_prepend(str(FOLDER))
-    import gsm8k  # type: ignore[import-not-found]
+    gsm8k = module(monkeypatch, "gsm8k")
 
     given = [
         "--device", "cpu", "--max-steps", str(NUM_STEPS), "--max-length", "24", "--rows", "8", "--exact-rows", "2",
@@ -70,6 +77,7 @@ def test_parts_come_together_and_nothing_is_run_twice(
     assert steps == [(*part, str(step)) for part in runs for step in range(NUM_STEPS)]
     assert (results / "gsm8k.png").read_bytes().startswith(PNG_SIGNATURE)
     assert str(folder) not in (results / "gsm8k.json").read_text()
+    check_plans(folder / "work")
     with pytest.raises(SystemExit):
         run(monkeypatch, folder, "--results", str(results), "--reference-dtype", "float32")
     assert "not to be mixed" in capsys.readouterr().err
@@ -80,9 +88,7 @@ def test_parts_come_together_and_nothing_is_run_twice(
 
 def test_on_a_gpu_each_run_is_a_process(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A stand-in for a machine with one: what would be started, and that nothing runs here."""
-    monkeypatch.syspath_prepend(str(FOLDER))
-    import gsm8k
-
+    gsm8k = module(monkeypatch, "gsm8k")
     started = list[list[str]]()
     monkeypatch.setenv("LAZYSCHED_COMMIT", "made up")  # or git would be asked
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -97,19 +103,9 @@ def test_on_a_gpu_each_run_is_a_process(folder: Path, monkeypatch: pytest.Monkey
     assert figures["all_seeds", "largest_relative_difference"] is None
 
 
-def test_plans_are_what_they_are_called(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(FOLDER))
-    from gsm8k import CASE_OF
-
-    measured = profile(str(folder / "model"), device="cpu", dtype="bfloat16", seq_len=24, micro_batches=(1,))
-    plans = {
-        name: solve(
-            measured, batch_size=2, gpu_memory_bytes=case.gpu_memory_bytes, optimizer_state=case.optimizer_state,
-            pins=case.pins,
-        ).plan
-        for name, case in CASE_OF.items()
-    }  # fmt: skip
-    streamed, resident = plans["streamed"], plans["resident"]
+def check_plans(folder: Path) -> None:
+    """They are what they are called."""
+    streamed, resident = (Plan.load(next(folder.glob(f"*/{name}-plan.json"))) for name in ("streamed", "resident"))
     assert streamed.budget_bytes["gpu"] == 2 * 10**9
     assert {choice.state for choice in streamed.stages.values()} == {"host"}
     assert {choice.weights for stage, choice in streamed.stages.items() if stage.startswith("block")} == {"host"}
@@ -125,11 +121,8 @@ def test_plans_are_what_they_are_called(folder: Path, monkeypatch: pytest.Monkey
 def test_half_a_percent_is_judged_by_the_worst_of_three_seeds(
     monkeypatch: pytest.MonkeyPatch, worst: float, num_seeds: int, within: float | None
 ) -> None:
-    monkeypatch.syspath_prepend(str(FOLDER))
-    from gsm8k_picture import summary  # type: ignore[import-not-found]
-
     figures = {f"resident_seed_{seed}": {"held_out_loss": (0.5, "nats/token")} for seed in range(num_seeds)}
     for seed in range(num_seeds):
         loss = 0.5 * (1 + (worst if seed == 1 else 0.0))
         figures[f"streamed_seed_{seed}"] = {"held_out_loss": (loss, "nats/token")}
-    assert summary(figures)["within_half_a_percent"] == (within, "1")
+    assert module(monkeypatch, "gsm8k_picture").summary(figures)["within_half_a_percent"] == (within, "1")
