@@ -55,12 +55,25 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def interrupted(*_: object, **__: object) -> None:
+    raise KeyboardInterrupt
+
+
 def test_parts_come_together_and_nothing_is_run_twice(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     results = folder / "results"
+    with monkeypatch.context() as patch:
+        patch.setattr(module(monkeypatch, "gsm8k"), "exact_match", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            run(monkeypatch, folder, "--results", str(results), "--seeds", "0")
+    trained = figures_in(results)
+    assert {case for case, _ in trained} == {"streamed_seed_0"}
     run(monkeypatch, folder, "--results", str(results), "--seeds", "0")
+    assert "streamed, seed 0: trained before" in capsys.readouterr().out
     first = figures_in(results)
+    assert trained.items() <= first.items()
+    assert first["streamed_seed_0", "exact_match_rows"] == 2
     run(monkeypatch, folder, "--results", str(results), "--seeds", "0", "7", "--cases", "streamed")
     assert "streamed, seed 0: trained before" in capsys.readouterr().out
     figures = figures_in(results)
