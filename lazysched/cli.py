@@ -166,10 +166,20 @@ def profile(
     hardware_only: Annotated[
         bool, typer.Option("--hardware-only", help="Measure no model; write a file for `solve --hardware`.")
     ] = False,
+    numa_bind: Annotated[
+        bool,
+        typer.Option(
+            "--numa-bind/--no-numa-bind", help="On several sockets, keep threads to the cores beside the GPU."
+        ),
+    ] = True,
 ) -> None:
     """Measure what this machine does with MODEL, or refine a profile by a run: --from-run RUN_DIR --profile PROFILE."""
     require_folder_of(output)
     pin_limit_bytes = None if pin_limit is None else parse_bytes(pin_limit, "--pin-limit")
+    if numa_bind and from_run is None and (hardware_only or model is not None):
+        from lazysched.runtime.binding import bind_to_gpu
+
+        bind_to_gpu(device, Console())
     if hardware_only:
         machine = measure_machine(context, _explicit(device), storage, pin_limit_bytes)
         machine.save(output)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
@@ -19,6 +19,9 @@ from lazysched.schemas import Plan, Profile
 from lazysched.train_config import TrainConfig
 from lazysched.trainable import patterns_of
 from lazysched.units import format_bytes, format_seconds, parse_bytes
+
+if TYPE_CHECKING:  # it loads transformers
+    from lazysched.runtime.sources import ModelSource
 
 DEFAULT_ROWS, DEFAULT_LENGTH = 8, 1024
 """Rows of a step, as transformers has it, and tokens of a row."""
@@ -44,8 +47,13 @@ def make_plan(settings: TrainConfig, console: Console) -> Plan:
     gpu_bytes, host_bytes = (_bytes(getattr(settings, name), name) for name in ("gpu_memory", "host_memory"))
     patterns_of(settings.trainable)
     clip_norm = 1.0 if settings.max_grad_norm is None else settings.max_grad_norm or None
-    _check_data(settings)
-    profile = _profile(settings, rows, console)
+    from lazysched.runtime.binding import bind_to_gpu
+    from lazysched.runtime.sources import resolve_model
+
+    source = resolve_model(settings.model)
+    _check_data(settings, source)
+    bind_to_gpu(settings.device, console, wanted=settings.numa_bind)
+    profile = _profile(settings, source, rows, console)
     from lazysched.solver import solve
 
     solution = solve(
@@ -71,18 +79,17 @@ def sizes_of(rows: int) -> list[int]:
     return [size for size in powers if rows % size == 0][-NUM_SIZES:]
 
 
-def _check_data(settings: TrainConfig) -> None:
+def _check_data(settings: TrainConfig, source: ModelSource) -> None:
     """Tokenise the data now, for the run too: what is wrong with them should not wait for the profile."""
     from lazysched.runtime.data import Dataset
     from lazysched.runtime.data.tokenizer import load_tokenizer
-    from lazysched.runtime.sources import resolve_model
 
-    tokenizer = load_tokenizer(resolve_model(settings.model))
+    tokenizer = load_tokenizer(source)
     for data in filter(None, (settings.data, settings.eval_data)):
         Dataset.load(data, tokenizer, settings.max_length or DEFAULT_LENGTH, data_format=settings.data_format)
 
 
-def _profile(settings: TrainConfig, rows: int, console: Console) -> Profile:
+def _profile(settings: TrainConfig, source: ModelSource, rows: int, console: Console) -> Profile:
     seq_len, packing = settings.max_length or DEFAULT_LENGTH, bool(settings.packing)
     device = None if settings.device == "auto" else settings.device
     dtype = {True: "bfloat16", False: "float32", None: None}[settings.bf16]
@@ -91,7 +98,7 @@ def _profile(settings: TrainConfig, rows: int, console: Console) -> Profile:
     }  # fmt: skip
     if settings.trainable is not None:
         arguments["trainable"] = patterns_of(settings.trainable)
-    path = _cached(settings.model, arguments)
+    path = _cached(source, arguments)
     known = _load(path)
     if known is not None:
         say(console, f"profile: measured before, {path}")
@@ -115,14 +122,14 @@ def _load(path: Path) -> Profile | None:
         return None
 
 
-def _cached(model: str, arguments: dict[str, Any]) -> Path:
+def _cached(source: ModelSource, arguments: dict[str, Any]) -> Path:
     """Where the profile of this model, machine and shape is kept."""
     from lazysched.runtime.arguments import choose_device
     from lazysched.runtime.machine import hardware_id
-    from lazysched.runtime.sources import default_cache_dir, resolve_model
+    from lazysched.runtime.sources import default_cache_dir
 
     machine = hardware_id(choose_device(arguments["device"]))
-    text = repr([resolve_model(model).config.to_json_string(), machine, sorted(arguments.items())])
+    text = repr([source.config.to_json_string(), machine, sorted(arguments.items())])
     folder = Path(os.environ.get("LAZYSCHED_PROFILES") or default_cache_dir() / "profiles")
     return folder / f"{hashlib.sha256(text.encode()).hexdigest()[:24]}.json"
 

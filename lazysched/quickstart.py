@@ -53,11 +53,13 @@ def run_quickstart(output_dir: Path, *, device: str | None, console: Console) ->
     console.print(f"1/4 data: {NUM_TRAIN_ROWS} word problems in {train_file}", highlight=False, markup=False)
 
     from lazysched.profiles.measure import profile
+    from lazysched.runtime.binding import bind_to_gpu
     from lazysched.runtime.report import comparison_table
     from lazysched.runtime.train import train
     from lazysched.solver import solve
     from lazysched.solver.report import print_solution
 
+    bind_to_gpu(device, console)
     console.print(
         f"2/4 profile: {Path(model).name}, {SEQ_LEN} tokens a row; about half a minute on two idle cores",
         highlight=False, markup=False,

@@ -21,7 +21,7 @@ LINE, SECOND, SKIPPED = "#4e79a7", "#f28e2b", "#e15759"
 def log_frame(rows: Sequence[StepRow]) -> pd.DataFrame:
     """The rows as a table: index ``step``, counted from 1; what is not finite is missing there."""
     frame = pd.DataFrame([asdict(row) | {"tokens_per_s": row.tokens_per_s} for row in rows])
-    frame = frame.set_index(frame.step.to_numpy() + 1).drop(columns="step")
+    frame = frame.set_index(frame.step.to_numpy() + 1).drop(columns=["step", "data_rows"])
     numbers = frame.columns[frame.columns != "skipped"]
     return frame.assign(**{name: frame[name].astype(float).replace([np.inf, -np.inf], np.nan) for name in numbers})
 

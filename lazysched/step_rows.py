@@ -44,6 +44,10 @@ class StepRow:
     """The plan's, in the first row of each process that trained."""
     held_out_loss: float | None = None
     """After the step, where it was taken then."""
+    epoch: int | None = None
+    """Where the gradient was not finite: the epoch of the step's first row, counted from 0."""
+    data_rows: tuple[int, ...] | None = None
+    """Likewise: the rows that the step held, counted from 1 through all files of the data."""
 
     @property
     def tokens_per_s(self) -> float:
@@ -59,6 +63,7 @@ class StepRow:
 
 _FLOATS = [field.name for field in fields(StepRow) if str(field.type).startswith("float")]
 _WHOLE = [field.name for field in fields(StepRow) if str(field.type).startswith("int")]
+_LISTS = [field.name for field in fields(StepRow) if str(field.type).startswith("tuple")]
 _NAMES = {field.name for field in fields(StepRow)}
 
 
@@ -75,6 +80,7 @@ def row_of(line: str) -> StepRow:
     try:
         known |= {name: float(known[name]) for name in _FLOATS if name in known}
         known |= {name: int(known[name]) for name in _WHOLE if name in known}
+        known |= {name: tuple(map(int, known[name])) for name in _LISTS if name in known}
         return StepRow(**known)
     except TypeError as error:
         raise ValueError(str(error)) from None

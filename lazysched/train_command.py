@@ -101,6 +101,12 @@ def train(
     ] = None,
     gpu_memory: Annotated[str | None, typer.Option(help="Without a plan, most GPU memory. [what is free]")] = None,
     host_memory: Annotated[str | None, typer.Option(help="Without a plan, most host memory. [what is free]")] = None,
+    numa_bind: Annotated[
+        bool,
+        typer.Option(
+            "--numa-bind/--no-numa-bind", help="On several sockets, keep threads to the cores beside the GPU."
+        ),
+    ] = True,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print settings and memory, train nothing.")] = False,
 ) -> None:
     """Train MODEL as the plan says and write a Hugging Face folder."""
@@ -125,9 +131,11 @@ def train(
         console.print(_memory_table(schedule))
         console.print(f"trained: {_trained(schedule)}", highlight=False, markup=False, soft_wrap=True)
         return
+    from lazysched.runtime.binding import bind_to_gpu
     from lazysched.runtime.report import comparison_table
     from lazysched.runtime.train import train as run
 
+    bind_to_gpu(settings.device, console, wanted=settings.numa_bind)
     result = run(schedule, **arguments, console=console)
     console.print(comparison_table(result, "training"))
     say(console, f"trained model: {result.output_dir}")

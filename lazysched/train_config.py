@@ -116,6 +116,8 @@ class TrainConfig(Schema):
     """Budget to solve for where there is no plan, as ``24GB``."""
     host_memory: str | None = None
     """Likewise, as ``100GB``."""
+    numa_bind: bool = True
+    """On a machine of several sockets, threads keep to the cores beside the GPU."""
 
     @field_validator("plan", "model", "data", "output_dir", "trace", mode="before")
     @classmethod
@@ -169,7 +171,7 @@ class TrainConfig(Schema):
 
     def run_arguments(self) -> dict[str, Any]:
         """What ``lazysched.train`` takes beside the plan."""
-        shared = {*PLANNED, "plan"}
+        shared = {*PLANNED, "plan", "numa_bind"}
         steps = None if self.trace_steps is None else parse_slice(self.trace_steps, "--trace-steps")
         device = None if self.device == "auto" else self.device
         return self.model_dump(exclude=shared) | {"trace_steps": steps, "device": device}
@@ -211,8 +213,7 @@ def read_config(path: Path) -> dict[str, Any]:
         UsageError: no such file, no mapping, an unknown key, or one setting under two names.
     """
     try:
-        text = path.read_text(encoding="utf-8")
-        read, root = yaml.safe_load(text), yaml.compose(text, Loader=yaml.SafeLoader)
+        read, written = _parsed(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "no text"
         raise UsageError(f"{path}: cannot be read ({reason}); name a YAML file of settings") from None
@@ -221,9 +222,6 @@ def read_config(path: Path) -> dict[str, Any]:
     if not isinstance(read, dict):
         raise UsageError(f"{path}: holds no settings; write lines as learning_rate: 1e-5")
     found: dict[str, Any] = {}
-    written = [
-        str(key.value) for key, _ in (root.value if root else ())
-    ]  # where one is there twice, YAML would keep the last
     values = {str(key): value for key, value in read.items()}
     for key, name in [(key, _field_of(key, path)) for key in written]:
         if name in found:
@@ -232,6 +230,17 @@ def read_config(path: Path) -> dict[str, Any]:
     if isinstance(found.get("resume_from_checkpoint"), bool):  # transformers: the newest
         found["resume"] = found.pop("resume_from_checkpoint") or found.get("resume", False)
     return {name: value for name, value in found.items() if value is not None}
+
+
+def _parsed(text: str) -> tuple[Any, list[str]]:
+    """What a YAML document holds, and the keys of its mapping as written: of two alike YAML keeps the last."""
+    loader = yaml.SafeLoader(text)
+    try:
+        root = loader.get_single_node()
+        written = [str(key.value) for key, _ in root.value] if isinstance(root, yaml.MappingNode) else []
+        return (None if root is None else loader.construct_document(root)), written
+    finally:
+        loader.dispose()
 
 
 def _field_of(key: str, path: Path) -> str:

@@ -90,7 +90,8 @@ class BlockForm(Protocol):
             saved: of this micro-batch's forward, all of it back on the device.
             arguments: as in the forward.
             output_grad: [rows, tokens, hidden].
-            input_grad: where the input's gradient goes, [rows, tokens, hidden]; not the memory of ``output_grad``.
+            input_grad: where the input's gradient goes, [rows, tokens, hidden]; not the memory of ``output_grad``. A
+                form made without one leaves it as it is.
             targets: where gradients are summed, for each trained parameter one of its shape, of the computing dtype or
                 fp32.
             first: whether there is nothing in ``targets`` yet, whatever they hold.
@@ -99,10 +100,13 @@ class BlockForm(Protocol):
 
 
 class EagerForm:
-    """Runs the template's own code; with ``keep`` autograd keeps all it wants, otherwise the backward runs it again."""
+    """Runs the template's own code; with ``keep`` autograd keeps all it wants, otherwise the backward runs it again.
 
-    def __init__(self, template: BlockTemplate, keep: bool) -> None:
-        self._template, self._keep = template, keep
+    Without ``input_grad`` its backward leaves out what only the input's gradient needs; what is kept is the same.
+    """
+
+    def __init__(self, template: BlockTemplate, keep: bool, *, input_grad: bool = True) -> None:
+        self._template, self._keep, self._input_grad = template, keep, input_grad
 
     def forward(self, hidden: torch.Tensor, arguments: dict[str, Any], output: torch.Tensor) -> Saved:
         """Run the block under autograd, or without it where the backward will run it again."""
@@ -138,10 +142,12 @@ class EagerForm:
             leaf = saved.kept.input.detach().requires_grad_()
             with torch.enable_grad():
                 output = self._template.run(leaf, arguments)
-        wanted = [leaf, *(param for param in self._template.params if param.requires_grad)]
-        found, *grads = torch.autograd.grad([output], wanted, [output_grad], materialize_grads=True)
-        input_grad.copy_(found)
-        add_gradients(targets, grads, first)
+        trained = [param for param in self._template.params if param.requires_grad]
+        wanted = [*trained, leaf] if self._input_grad else trained
+        grads = torch.autograd.grad([output], wanted, [output_grad], materialize_grads=True)
+        if self._input_grad:
+            input_grad.copy_(grads[-1])
+        add_gradients(targets, grads[: len(trained)], first)
 
 
 def add_gradients(targets: Sequence[torch.Tensor], grads: Sequence[torch.Tensor], first: bool) -> None:

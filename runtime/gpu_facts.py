@@ -52,13 +52,14 @@ def _gpu() -> GpuFacts:
     properties = torch.cuda.get_device_properties(0)
     free_bytes, total_bytes = torch.cuda.mem_get_info(0)
     return GpuFacts(
-        name=properties.name, bus_id=_bus_id(), total_bytes=total_bytes, free_bytes=free_bytes,
+        name=properties.name, bus_id=bus_id(), total_bytes=total_bytes, free_bytes=free_bytes,
         capability=(properties.major, properties.minor), num_visible=torch.cuda.device_count(),
     )  # fmt: skip
 
 
-def _bus_id() -> str | None:
-    """PCI address of the first visible GPU, as sysfs writes it; torch has begun to use the driver."""
+def bus_id() -> str | None:
+    """PCI address of the first visible GPU, as sysfs writes it; None where the driver does not tell."""
+    torch.cuda.init()  # the driver answers once it is in use
     text = ctypes.create_string_buffer(32)
     try:
         failed = ctypes.CDLL(_DRIVER).cuDeviceGetPCIBusId(text, len(text), 0)

@@ -32,6 +32,8 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from lazysched.runtime.straight import put_straight, sums_in_place
 
+_WRITTEN = "written"
+"""Input of a graph into which it writes its first output."""
 Runnable = Callable[[list[Any]], Sequence[Any]]
 """A compiled graph: takes its inputs as a list, which it empties, and returns its outputs."""
 
@@ -129,9 +131,14 @@ class JointGraph:
         grads = _outputs(backward)[: self._num_trained]
         return [node.meta["val"] for node in grads if node is not None]
 
-    def compile(self, budget: float) -> SplitGraph:
-        """Split at ``budget`` and compile both halves."""
+    def compile(self, budget: float, *, input_grad: bool = True) -> SplitGraph:
+        """Split at ``budget`` and compile both halves; without ``input_grad`` the backward leaves that out.
+
+        What the forward keeps is the same.
+        """
         forward, backward, straight = self.split(budget)
+        if not input_grad:
+            backward = without_written(backward)
         sums_in_place(self._device)  # tried out now, not within a step
         compiled, strides = compile_graph(forward)
         _set_strides(backward, strides)
@@ -225,7 +232,7 @@ def _write_first_output(graph: fx.GraphModule) -> None:
     result, *rest = _outputs(graph)
     mode = detect_fake_mode(_example_inputs(graph)) or nullcontext()
     with nodes.inserting_after([node for node in nodes.nodes if node.op == "placeholder"][-1]):
-        target = nodes.placeholder("written")
+        target = nodes.placeholder(_WRITTEN)
     with mode:
         target.meta["val"] = torch.empty_like(result.meta["val"], memory_format=torch.contiguous_format)
     with nodes.inserting_before(output):
@@ -233,6 +240,17 @@ def _write_first_output(graph: fx.GraphModule) -> None:
     copied.meta["val"] = target.meta["val"]
     output.args = (tuple(rest),)
     graph.recompile()
+
+
+def without_written(graph: fx.GraphModule) -> fx.GraphModule:
+    """A copy of ``graph`` that does not write its first output, nor computes what only that needs; its inputs stay."""
+    left = copy.deepcopy(graph)
+    target = next(node for node in left.graph.nodes if node.op == "placeholder" and node.target == _WRITTEN)
+    (written,) = target.users
+    left.graph.erase_node(written)
+    left.graph.eliminate_dead_code()  # operators that write into their arguments stay
+    left.recompile()
+    return left
 
 
 def _storage(tensor: torch.Tensor) -> int:

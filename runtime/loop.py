@@ -13,13 +13,15 @@ from lazysched.errors import RunError
 from lazysched.runtime.batch import Batch
 from lazysched.runtime.engines import seconds_between
 from lazysched.runtime.executor import Executor, StepResult
+from lazysched.runtime.held_rows import HeldRows, steps_and_data
 from lazysched.runtime.machine import rss_bytes
 from lazysched.runtime.recorder import Recorder
 from lazysched.runtime.schedule import LearningRateSchedule
-from lazysched.step_rows import StepRow
+from lazysched.step_rows import LOG_FILE, StepRow
 
 MAX_NOT_FINITE_IN_A_ROW = 3
 MAX_NAMED_STAGES = 6
+WHERE_ALL_ARE = f"those of each step: data_rows in {LOG_FILE}"
 WARM_UP_STEPS = 2
 """Steps that are left out of the measured step time."""
 
@@ -98,6 +100,8 @@ class TrainingLoop:
         history: of the steps before; None: a new run.
         breaks: what happens between steps.
         predicted_step_s: the plan's, which the first row notes.
+        held: step -> the rows of the data in its batch, asked where a gradient was not finite.
+        data_name: what the user calls the data.
     """
 
     def __init__(
@@ -112,7 +116,10 @@ class TrainingLoop:
         *,
         log: Callable[[StepRow], None] = lambda row: None,
         predicted_step_s: float | None = None,
+        held: Callable[[int], HeldRows | None] = lambda step: None,
+        data_name: str = "the data",
     ) -> None:
+        self._held, self._data_name = held, data_name
         self._recorder, self._breaks, self._log, self._predicted_step_s = recorder, breaks, log, predicted_step_s
         self._executor, self._batch_of, self._schedule, self._report = executor, batch_of, schedule, report
         self._history = history or History()
@@ -188,6 +195,9 @@ class TrainingLoop:
             predicted_step_s=self._predicted_step_s if len(self._history.rows) == self._history.num_restored else None,
         )  # fmt: skip
         self._last_end = result.end
+        held = None if math.isfinite(grad_norm) else self._held(step)
+        if held is not None:
+            row = replace(row, epoch=held.epoch, data_rows=held.rows)
         self._history.rows.append(row)
         self._not_finite_in_a_row = 0 if math.isfinite(grad_norm) else self._not_finite_in_a_row + 1
         fails = self._not_finite_in_a_row == MAX_NOT_FINITE_IN_A_ROW
@@ -195,10 +205,11 @@ class TrainingLoop:
             self._log(row)
         self._report(row)
         if fails:
+            steps, data = steps_and_data(self._history.rows[-MAX_NOT_FINITE_IN_A_ROW:], self._data_name)
+            where = "the data of these steps" if held is None else f"{data}, which {steps} held ({WHERE_ALL_ARE})"
             raise RunError(
                 f"step {step + 1}: the gradient norm was {grad_norm} in {MAX_NOT_FINITE_IN_A_ROW} steps in a row, last "
-                f"in {_named(result.stages_not_finite())}, with loss {loss}; lower --learning-rate or look at the data "
-                f"of these steps"
+                f"in {_named(result.stages_not_finite())}, with loss {loss}; lower --learning-rate or look at {where}"
             )
 
 

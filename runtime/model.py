@@ -66,7 +66,7 @@ class Model:
         self.initialise_module = architecture.model._init_weights
         self.use_attention(attention_backend)
         self._joints: dict[str, JointGraph] = {}
-        self._forms: dict[tuple[str, float | None, bool], BlockForm] = {}
+        self._forms: dict[tuple[str, float | None, bool, bool], BlockForm] = {}
         self._argument_buffers: list[torch.Tensor] = []
         self._arguments = [self.calls.arguments]
         if packing:
@@ -125,17 +125,26 @@ class Model:
         Raises:
             RunError: its graph cannot be compiled here.
         """
-        return self.block_form(stage, variant.budget if variant.compiled else None, set(variant.saved) != {"input"})
+        budget, keep = variant.budget if variant.compiled else None, set(variant.saved) != {"input"}
+        # Nothing before the first trained stage wants a gradient.
+        return self.block_form(stage, budget, keep, input_grad=self.stages.index(stage) != first_trained(self.stages))
 
-    def block_form(self, stage: Stage, budget: float | None, keep: bool) -> BlockForm:
-        """The same by what makes a form: the budget of its compiled graph, or None, and whether it keeps anything."""
-        key = (stage.structure, budget, keep)
+    def block_form(self, stage: Stage, budget: float | None, keep: bool, *, input_grad: bool = True) -> BlockForm:
+        """The same by what makes a form.
+
+        Args:
+            stage: a block.
+            budget: of its compiled graph, or None.
+            keep: whether it keeps anything beside its input.
+            input_grad: whether its backward makes the gradient of its input.
+        """
+        key = (stage.structure, budget, keep, input_grad)
         if key not in self._forms:
             template = self.templates[stage.structure]
             if budget is None:
-                self._forms[key] = EagerForm(template, keep)
+                self._forms[key] = EagerForm(template, keep, input_grad=input_grad)
             else:
-                self._forms[key] = CompiledForm(template, self._compiled(stage, budget))
+                self._forms[key] = CompiledForm(template, self._compiled(stage, budget, input_grad))
         return self._forms[key]
 
     def joint_graph(self, stage: Stage) -> JointGraph:
@@ -187,10 +196,10 @@ class Model:
         with _explained(head):
             self.ends.compile_loss(sizes, own or list(embed.params.values()), self.dtype)
 
-    def _compiled(self, stage: Stage, budget: float) -> SplitGraph:
+    def _compiled(self, stage: Stage, budget: float, input_grad: bool) -> SplitGraph:
         joint = self.joint_graph(stage)
         with _explained(stage):
-            return joint.compile(budget)
+            return joint.compile(budget, input_grad=input_grad)
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from lazysched.lines import say, warn
 from lazysched.runtime import data as data_module
 from lazysched.runtime import machine
 from lazysched.runtime.checkpoint import check_output_dir, write_folder
+from lazysched.runtime.held_rows import not_finite, steps_and_data
 from lazysched.runtime.live_log import LiveLog
 from lazysched.runtime.loop import Breaks, History, TrainingLoop
 from lazysched.runtime.progress import ProgressReport
@@ -27,6 +28,7 @@ from lazysched.runtime.run_inputs import RunInputs, held_out_loss
 from lazysched.runtime.run_memory import RunMemory, out_of_memory
 from lazysched.runtime.saving import Checkpoints, SavingPolicy
 from lazysched.runtime.schedule import LearningRateSchedule
+from lazysched.runtime.self_test import check_updates
 from lazysched.runtime.session import Session
 from lazysched.runtime.stage_updates import AdamWSettings
 from lazysched.runtime.stopping import StopSignals
@@ -105,6 +107,7 @@ class Run:
                     memory.peaks(session, checkpoints.snapshot_bytes), memory.predicted(), before, after
                 )
                 self._export(session, checkpoints, result)
+                self._tell_not_finite()
         except (torch.OutOfMemoryError, torch.AcceleratorError) as error:  # the allocator's, and the driver's own
             if "out of memory" not in str(error):
                 raise
@@ -113,6 +116,7 @@ class Run:
 
     def _open(self) -> Session:
         machine.configure_allocator(self.device)
+        check_updates(self.plan, self.device)
         host_limit_bytes = machine.host_memory()[1]
         if "host" in self.plan.budget_bytes:
             host_limit_bytes = min(host_limit_bytes, self.plan.budget_bytes["host"])
@@ -197,7 +201,8 @@ class Run:
 
             self.history = TrainingLoop(
                 session.executor, self.origin.batches.batch, self.schedule, report, self.recorder, self.history,
-                breaks, log=complete, predicted_step_s=predicted_step_s,
+                breaks, log=complete, predicted_step_s=predicted_step_s, held=self.origin.batches.held,
+                data_name=self.inputs.data_name,
             ).run()  # fmt: skip
             checkpoints.finish()
             if stop():
@@ -230,6 +235,16 @@ class Run:
         except LazyschedError as error:
             kept = f"; {checkpoints.last} is kept, go on from it with --resume" if checkpoints.last else ""
             raise RunError(f"{error}{kept}") from error
+
+    def _tell_not_finite(self) -> None:
+        """Say which data to look at where steps changed nothing, or went wrong."""
+        rows = not_finite(self.history.rows)
+        if rows:
+            steps, data = steps_and_data(rows, self.inputs.data_name)
+            log = self.folder / LOG_FILE
+            warn(
+                self.console, f"{steps}: the gradient was not finite; look at {data} (each step's: data_rows in {log})"
+            )
 
     def _extra_files(self, result: TrainResult) -> dict[str, str]:
         """What goes beside the model: name -> text."""

@@ -10,10 +10,12 @@ from typing import Any
 import torch
 
 from lazysched.doctor.facts import SelfTestFacts
+from lazysched.errors import RunError
 from lazysched.runtime import kernels
 from lazysched.runtime.engines import cpu_threads
 from lazysched.runtime.hybrid8 import BlockState, Fp32State, coefficients, num_blocks, stream_of
 from lazysched.runtime.hybrid8_backends import PreparedUpdate, TorchUpdate, prepare
+from lazysched.schemas import Plan
 
 STEPS = 3
 _NUMEL = 5000
@@ -43,6 +45,29 @@ def self_test(device: str) -> SelfTestFacts:
     )  # fmt: skip
 
 
+def check_updates(plan: Plan, device: torch.device) -> None:
+    """Try the 8-bit update wherever the plan has one, as it will run there; some milliseconds beside compiling.
+
+    Args:
+        plan: of the run.
+        device: where tier ``gpu`` is.
+
+    Raises:
+        RunError: its weights or its state are not the reference's.
+    """
+    choices = [choice for choice in plan.stages.values() if choice.state_format == "hybrid8"]
+    dtype = getattr(torch, plan.compute_dtype)
+    for where in sorted({device.type if choice.state == "gpu" else "cpu" for choice in choices}):
+        if where == "cpu" and not kernels.is_built():
+            continue  # the reference itself takes its place
+        if not _equal(_updated(prepare, where, dtype), _updated(TorchUpdate, "cpu", dtype)):
+            name = kernels.variants()[-1] if where == "cpu" else "on the GPU"
+            raise RunError(
+                f"optimizer: the self-test of the 8-bit update ({name}) found wrong results, so nothing was trained; "
+                f"see `lazysched doctor`, install lazysched again, or solve with --optimizer-state fp32"
+            )
+
+
 def _states(device: str) -> list[BlockState | Fp32State]:
     """A matrix in bf16 and one in fp32 with 8-bit moments, and a bf16 tensor with fp32 moments; on ``device``."""
     states: list[BlockState | Fp32State] = []
@@ -68,9 +93,9 @@ def _moved(state: BlockState | Fp32State, device: str) -> BlockState | Fp32State
     return replace(state, **arrays)
 
 
-def _updated(make: Callable[[States], PreparedUpdate], device: str) -> States:
-    """The states after some steps."""
-    states = _states(device)
+def _updated(make: Callable[[States], PreparedUpdate], device: str, dtype: torch.dtype | None = None) -> States:
+    """The states after some steps; with ``dtype``, those of such weights."""
+    states = [state for state in _states(device) if dtype in (None, state.weight.dtype)]
     update = make(states)
     for step in range(1, STEPS + 1):
         for state in states:

@@ -16,7 +16,7 @@ gpu          the GPU that torch takes: name, free memory, bf16
 driver       version of the driver, and whether torch's CUDA runs on it
 link         PCI Express generation and lanes while copies run (at rest a GPU lets them fall), against card and slot
 numa         the memory node that the GPU (by PCI address, ``CUDA_VISIBLE_DEVICES`` respected) is attached to,
-             against the nodes that this process may run on
+             against the nodes that this process may run on, and whether ``train`` will keep to cores beside the GPU
 pinning      page-locks up to half of the free host memory, 34 GB at most, in a process that ends then
 host_memory  free memory, within the limits of control groups of both versions
 memlock      ``ulimit -l``, and whether page-locking goes by it

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from lazysched.doctor.looking import CannotLook, Verdict, ok, problem, read_text
 from lazysched.doctor.scene import Scene
+from lazysched.numa import memory_nodes, placement
 from lazysched.units import format_bytes
 
 UNPLANNED_BYTES = 8 * 10**9
@@ -95,45 +96,24 @@ def wsl(scene: Scene) -> Verdict:
 
 
 def numa(scene: Scene) -> Verdict:
-    """Whether this process runs on the memory node that the GPU is attached to."""
-    nodes = _nodes(scene.root)
-    if len(nodes) == 1:
+    """Whether this process runs beside the GPU, or train would see to it."""
+    if len(memory_nodes(scene.root)) == 1:
         return ok("one node")
-    mine = sorted(node for node, cores in nodes.items() if cores & os.sched_getaffinity(0))
     bus_id = scene.bus_id()
-    node = int(read_text(scene.root / "sys/bus/pci/devices" / bus_id / "numa_node"))
-    if node not in nodes:
-        raise CannotLook(f"{len(nodes)} nodes; the system does not say which one the GPU at {bus_id} is attached to")
-    detail = f"the GPU at {bus_id} is attached to node {node} of {len(nodes)}, this process may run on {_listed(mine)}"
-    if mine == [node]:
+    found = placement(scene.root, bus_id, os.sched_getaffinity(0))
+    num_nodes, node, mine = len(found.nodes), found.node, found.mine
+    if node is None:
+        raise CannotLook(f"{num_nodes} nodes; the system does not say which one the GPU at {bus_id} is attached to")
+    detail = f"the GPU at {bus_id} is attached to node {node} of {num_nodes}, this process may run on {_listed(mine)}"
+    if found.near == found.allowed:
         return ok(detail)
+    if found.should_bind:
+        return ok(f"{detail}; train and profile keep to the {len(found.near)} cores beside the GPU")
     return problem(
         detail,
         f"start with `numactl --cpunodebind={node} --preferred={node} lazysched ...`"
         + ("" if node in mine else "; if that is refused, the container's cpuset leaves that node out"),
     )
-
-
-def _nodes(root: Path) -> dict[int, set[int]]:
-    """Node -> its cores; nodes of memory alone are left out."""
-    folder = root / "sys/devices/system/node"
-    if not folder.is_dir():
-        raise CannotLook(f"{folder} is absent")
-    nodes = {
-        int(entry.name.removeprefix("node")): _cores(read_text(entry / "cpulist"))
-        for entry in folder.iterdir()
-        if re.fullmatch(r"node\d+", entry.name)
-    }
-    found = {node: cores for node, cores in nodes.items() if cores}
-    if not found:
-        raise CannotLook(f"{folder} lists no node with cores")
-    return found
-
-
-def _cores(text: str) -> set[int]:
-    """The cores of ``0-3,8``."""
-    ranges = (part.partition("-") for part in text.split(",") if part)
-    return {core for first, _, last in ranges for core in range(int(first), int(last or first) + 1)}
 
 
 def _listed(nodes: list[int]) -> str:

@@ -17,6 +17,7 @@ from lazysched.runtime.data.dataset import Dataset
 from lazysched.runtime.data.formats import IGNORED
 from lazysched.runtime.data.order import Indices, checked_seed, shuffled
 from lazysched.runtime.data.store import Example
+from lazysched.runtime.held_rows import HeldRows
 
 Row = Sequence[Example]
 """Whole examples that share one row of a batch."""
@@ -53,7 +54,14 @@ class _Rows:
 
     def row(self, index: int) -> Row:
         examples = self.dataset.examples
-        return [examples[int(i)] for i in self.order[self.bounds[index] : self.bounds[index + 1]]]
+        return [examples[int(i)] for i in self._chosen(index)]
+
+    def numbers(self, index: int) -> Indices:
+        """Places in the data of the examples of a row, dropped rows of the data counted too."""
+        return self.dataset.rows[self._chosen(index)]
+
+    def _chosen(self, index: int) -> Indices:
+        return self.order[self.bounds[index] : self.bounds[index + 1]]
 
 
 def _rows(dataset: Dataset, order: Indices, seq_len: int, packing: bool) -> _Rows:
@@ -112,6 +120,13 @@ class Batches:
         first = step * self._batch_size
         rows = [self._rows.row(int(index)) for index in self._indices(first, first + self._batch_size)]
         return _collate(rows, self._batch_size, self._seq_len, self._pad_id, self._packing)
+
+    def held(self, step: int) -> HeldRows:
+        """Which rows of the data the batch of ``step`` holds."""
+        first = step * self._batch_size
+        chosen = self._indices(first, first + self._batch_size)
+        numbers = [int(number) + 1 for index in chosen for number in self._rows.numbers(int(index))]
+        return HeldRows(first // self.num_rows, tuple(numbers))
 
     def num_steps(self, epochs: float) -> int:
         """Steps until every row was seen ``epochs`` times, at least one."""

@@ -6,18 +6,23 @@ import json
 import math
 import multiprocessing
 import os
+import re
 import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 from lazysched.errors import RunError, StoppedError
+from lazysched.runtime.batch import Batch
+from lazysched.runtime.data import Batches
+from lazysched.runtime.executor import StepResult
 from lazysched.schemas import Plan
 from lazysched.step_rows import LOG_FILE, MEASURED, rows_of
 from tests.end_to_end.small_runs import SmallRun, at_step, log_of
-from tests.end_to_end.tiny_folder import make_data
+from tests.end_to_end.tiny_folder import WORDS, make_data
 from tests.one_thread import one_thread
 
 __all__ = ["one_thread"]
@@ -94,9 +99,15 @@ def test_kill_9_leaves_every_step_and_a_resumed_run_has_each_once(
 def test_a_failed_run_keeps_its_log_and_says_what_the_numbers_were(
     run: SmallRun, plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(RunError, match="3 steps in a row"):
+    with pytest.raises(RunError, match="3 steps in a row") as failed:
         run.train(plan, tmp_path / "out", 6, learning_rate=1e30, weight_decay=0.0)
     rows = rows_of((tmp_path / "out" / LOG_FILE).read_text())
+    first, last = rows[-3].step + 1, rows[-1].step + 1
+    assert re.search(
+        rf"look at rows \d+(, \d+)+( and \d+ more)? of {re.escape(str(run.data))}, which steps {first}-{last} held "
+        r"\(those of each step: data_rows in log\.jsonl\)$",
+        str(failed.value),
+    )
     assert [row.skipped for row in rows[-3:]] == [True] * 3
     assert not any(math.isfinite(row.grad_norm) for row in rows[-3:])
     # The next try in this folder keeps it too.
@@ -109,6 +120,39 @@ def test_a_failed_run_keeps_its_log_and_says_what_the_numbers_were(
     run.train(plan, tmp_path / "out", 2)
     assert not [*(tmp_path / "out").glob("log.*.jsonl")], "the result replaces its folder whole"
     assert len(log_of(tmp_path / "out")) == 2
+
+
+def test_steps_whose_gradient_was_not_finite_say_which_rows_they_held(
+    run: SmallRun, plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The batches are looked at for their tokens, of which each row of the data has its own."""
+    questions = [f"what is {WORDS[3 + i]} plus {WORDS[3 + (i + 1) % 10]}" for i in range(10)]
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(json.dumps({"question": q, "answer": "nine"}) + "\n\n" for q in questions))
+    numbers, held = {"".join(q.split()): number for number, q in enumerate(questions, 1)}, list[list[int]]()
+    batch, tokenizer = Batches.batch, AutoTokenizer.from_pretrained(run.model)
+
+    def seen(self: Batches, step: int) -> Batch:
+        found = batch(self, step)
+        texts = ["".join(tokenizer.decode(ids[:7].tolist()).split()[2:]) for ids in found.input_ids]
+        held.append([numbers[text] for text in texts])
+        return found
+
+    monkeypatch.setattr(Batches, "batch", seen)
+    norm = StepResult.grad_norm
+    monkeypatch.setattr(
+        StepResult, "grad_norm", property(lambda self: math.nan if len(held) in (3, 4, 6) else norm.fget(self))
+    )
+    _, shown = SmallRun(run.model, data).train(plan, tmp_path / "out", 6)
+    rows = rows_of((tmp_path / "out" / LOG_FILE).read_text())
+    assert [row.data_rows for row in rows] == [tuple(h) if k in (2, 3, 5) else None for k, h in enumerate(held)]
+    assert [row.epoch for row in rows] == [None, None, 0, 1, None, 2]  # ten rows, four a step
+    of_all = sorted({number for k in (2, 3, 5) for number in held[k]})
+    named = ", ".join(map(str, of_all[:8])) + (f" and {len(of_all) - 8} more" if len(of_all) > 8 else "")
+    assert (
+        f"steps 3-4, 6: the gradient was not finite; look at rows {named} of {data} (each step's: data_rows in "
+        in shown
+    )
 
 
 def test_a_row_whose_held_out_loss_was_interrupted_is_there(

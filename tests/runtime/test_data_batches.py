@@ -86,6 +86,18 @@ class TestBatches:
 
         assert len({tuple(order(seed, epoch)) for seed in (0, 1) for epoch in (0, 1)}) == 4
 
+    @pytest.mark.parametrize("arrangement", [{}, {"packing": True}, {"group_by_length": True}])
+    def test_rows_are_named_by_their_number_in_the_data(self, arrangement: dict[str, bool]) -> None:
+        part, _ = split(dataset_of(23), 9, seed=0)  # as if the others had been dropped
+        batches = Batches(part, 4, SEQ_LEN, 3, 0, **arrangement)
+        for step in range(batches.num_steps(2)):
+            tokens = batches.batch(step).input_ids.flatten()
+            expected = [int(token) - 99 for token in torch.unique_consecutive(tokens[tokens >= 100])]
+            held = batches.held(step)
+            # A row that ends an epoch may begin the next, and then its tokens follow each other.
+            assert [number for number, _ in itertools.groupby(held.rows)] == expected
+            assert held.epoch == step * 4 // batches.num_rows
+
     def test_without_a_pad_token_rows_are_filled_with_0(self) -> None:
         assert Batches(dataset_of(1), 1, SEQ_LEN, 0, None).batch(0).input_ids.tolist() == [[100, 100, 0, 0, 0, 0]]
 

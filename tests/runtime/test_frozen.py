@@ -13,9 +13,11 @@ from transformers import PretrainedConfig, PreTrainedModel
 from lazysched.errors import UsageError
 from lazysched.lower import lower
 from lazysched.runtime.batch import Batch
+from lazysched.runtime.graphs import without_written
 from lazysched.runtime.model import Model
+from lazysched.runtime.operations import Operations, StepContext
 from lazysched.runtime.session import Session
-from lazysched.schemas import Plan, StagePlan, StateFormat, Tier
+from lazysched.schemas import Op, Plan, StagePlan, StateFormat, Tier
 from tests.lowering.plans import plans
 from tests.runtime.reference import Hybrid8Loop, ReferenceLoop
 from tests.runtime.test_compiled import compiled_variants, interpreted
@@ -189,6 +191,43 @@ def test_no_graph_multiplies_for_a_frozen_matrix(trainable: list[str], num_produ
 
 
 @pytest.mark.parametrize(
+    ("trainable", "num_products"), [(["layers.1.mlp"], 4), (["layers.1.self_attn"], 8), (["input_layernorm"], 7)]
+)
+@pytest.mark.parametrize("budget", [0.0, 1.0])
+def test_no_graph_of_the_first_trained_block_multiplies_for_its_input(
+    trainable: list[str], num_products: int, budget: float
+) -> None:
+    """Below the trained matrices nothing is left of the backward; at budget 0 the forward's products come again."""
+    model = Model(llama(False), "float32", CPU, micro_batch=MICRO_BATCH, seq_len=SEQ_LEN, trainable=trainable)
+    _, backward, _ = model.joint_graph(model.stages[2]).split(budget)
+    left, products = without_written(backward), (torch.ops.aten.mm.default, torch.ops.lazysched.mm_into.default)
+    num_left, num_before = (sum(node.target in products for node in g.graph.nodes) for g in (left, backward))
+    assert num_left < num_before or trainable == ["input_layernorm"]
+    assert num_left == num_products or budget == 0.0
+    inputs = [[node.name for node in g.graph.nodes if node.op == "placeholder"] for g in (left, backward)]
+    assert inputs[0] == inputs[1]
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_the_gradient_of_an_input_is_made_where_something_before_wants_it(
+    compiled: bool, interpreted: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Block 1 is the first that trains anything: its backward writes no gradient of its input, block 2's does."""
+    written = dict[str, bool]()
+    handle = Operations._backward
+
+    def backward(self: Operations, op: Op, context: StepContext) -> None:
+        self._hidden(op.writes).fill_(float("nan"))
+        handle(self, op, context)
+        written[str(op.stage)] = not bool(self._hidden(op.writes).isnan().any())
+
+    monkeypatch.setattr(Operations, "_backward", backward)
+    found = gradients_of(plan_for(["layers.1.mlp", "layers.2."], compiled=compiled))
+    assert written == {"block.1": False, "block.2": True}
+    assert all(bool(grad.isfinite().all()) for grad in found.values())
+
+
+@pytest.mark.parametrize(
     ("patterns", "message"),
     [
         ([""], "trainable: '' is in every name; leave trainable out to train everything"),
@@ -229,13 +268,16 @@ def test_a_block_compiled_for_real() -> None:
     weights, hidden = torch.randn(stage.weight_bytes // 4) / 8, torch.randn(model.calls.hidden_shape)
     model.templates[stage.structure].bind(weights, stage)
     found = []
-    for budget in (None, 1.0):
-        form = model.block_form(stage, budget, keep=True)
+    for budget, wants_input_grad in ((None, True), (1.0, True), (1.0, False)):
+        form = model.block_form(stage, budget, keep=True, input_grad=wants_input_grad)
         targets = [torch.empty(shape) for shape in stage.trained_params.values()]
-        output, input_grad = torch.empty_like(hidden), torch.empty_like(hidden)
+        output, input_grad = torch.empty_like(hidden), torch.full_like(hidden, 7.0)
         saved = form.forward(hidden, arguments, output)
         form.backward(saved, arguments, torch.ones_like(hidden), input_grad, targets, first=True)
         found.append([output, input_grad, *targets])
     assert len(found[0]) == 2 + 3
-    for ours, theirs in zip(*found, strict=True):
+    for theirs, ours, without in zip(*found, strict=True):
         assert (ours - theirs).norm() <= 1e-5 * theirs.norm()
+        assert (
+            bool((without == 7.0).all()) if theirs is found[0][1] else (without - theirs).norm() <= 1e-5 * theirs.norm()
+        )
