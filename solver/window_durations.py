@@ -31,7 +31,8 @@ class WindowDurations:
     """
 
     def __init__(self, problem: pulp.LpProblem, instance: Instance, decisions: Decisions) -> None:
-        self.problem, self.instance, self.decisions = problem, instance, decisions
+        self.problem: pulp.LpProblem = problem
+        self.instance, self.decisions = instance, decisions
         candidate = instance.candidate
         self.waits_for_norm = instance.update.waits_for_norm
         self.m, self.depth, self.lag = candidate.accumulation, candidate.prefetch_depth, candidate.d2h_lag
