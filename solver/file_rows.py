@@ -89,7 +89,13 @@ class FileRows:
     def _read_weights_s(self, window: int) -> Expression:
         if window == self.rows.num_windows - 1 or self.rows.held(window):
             return pulp.LpAffineExpression()
-        return self._of_stage(window, _read_weights_s)
+        reads_s, block = self._of_stage(window, _read_weights_s), self.rows.block(window)
+        if window < self.rows.head or block not in self.rows.waiting:
+            return reads_s
+        least: pulp.LpVariable = self.problem.add_variable(f"rw_{window}", 0)
+        left_s = self.rows.instance.blocks[block].read_weights_s * self.rows.waiting[block]
+        self.problem += least >= reads_s - left_s
+        return 1 * least
 
     def _reads_s(self, window: int) -> Expression:
         """All reads of a window."""
@@ -121,8 +127,7 @@ class FileRows:
             saved, off = rows.num_windows - 1 - w, self._unless(self._files_saved(w))
             read = self.tn[w] + self.weights[w]
             self.problem += rows.fetches[w] >= read + self.saved[w] - off
-            fetched = rows.fetches[w] + self.m * rows.fetch[w]
-            self.problem += fetched >= read + self.m * self.saved[w] + rows.fetch[w] - off
+            self.problem += rows.fetch_ends[w] >= read + self.m * self.saved[w] + rows.fetch[w] - off
             for first in self._first_saved(saved):
                 self.problem += read >= first + self.write[saved] - off
             self.problem += read + self.m * self.saved[w] >= self._written(saved) + self.saved[w] - off

@@ -49,6 +49,7 @@ from lazysched.solver.options import (
 )
 from lazysched.solver.pins import Pin, of_stage
 from lazysched.solver.saving import Saving
+from lazysched.timeline import BUSY_SHARE
 from lazysched.trainable import first_trained, trained_part
 
 
@@ -252,8 +253,16 @@ class Instance:
 
     @cached_property
     def copy_slowdown(self) -> float:
-        """Seconds that the host's update loses for each second in which one direction copies."""
+        """Of an update's own seconds, what each direction that copies adds while it does."""
         return self.profile.copy_slowdown(self.state_format)
+
+    @cached_property
+    def least_lost_s(self) -> float:
+        """Seconds that the host's update loses at least for each second in which one direction copies; at most 1/2.
+
+        That is half of what it loses where both do.
+        """
+        return self.copy_slowdown / (1 + 2 * self.copy_slowdown)
 
     @cached_property
     def compute_bound_s(self) -> float:
@@ -263,10 +272,22 @@ class Instance:
         norms = sum(block.norm_s for block in self.blocks)
         return m * (self.embed_forward_s + blocks) + norms + self.head_s + self.embed_backward_s
 
+    @cached_property
+    def _one_way(self) -> bool:
+        """Whether plans may keep one direction alone busy: what streams has few gradients, and nothing saved leaves.
+
+        A bound must not count the slower rates of both then; the simulation knows what a plan moves.
+        """
+        if self.candidate.offload_limit_bytes:
+            return False
+        sizes = [(stage.weight_bytes, trained_part(stage, self.element_bytes)) for stage in self.profile.stages]
+        return any(trained.weight_bytes < 2 * BUSY_SHARE * size for size, trained in sizes)
+
     def link_s(self, link: Literal["h2d", "d2h", "gpu", "nvme_read", "nvme_write"], num_bytes: int) -> float:
         """Time of one request; links between GPU and host count as busy both ways."""
         if link == "h2d" or link == "d2h":
-            return curve_of(self.profile, link_name(link, self.candidate.host_memory)).seconds(num_bytes)
+            name = link_name(link, self.candidate.host_memory)
+            return curve_of(self.profile, name, one_way=self._one_way).seconds(num_bytes)
         return curve_of(self.profile, link).seconds(num_bytes)
 
     def file_s(self, link: Literal["nvme_read", "nvme_write"], num_bytes: int) -> float:

@@ -18,9 +18,9 @@ def measured_variants(profile: Profile, structure: str, micro_batch: int) -> lis
     return [v for v in listed if v.forward.median_s is not None and v.backward.median_s is not None]
 
 
-def curve_of(profile: Profile, link: str) -> Curve:
-    """The curve that a plan meets: both directions are busy in any plan that moves weights and gradients."""
-    both = profile.links.get(f"{link}_both")
+def curve_of(profile: Profile, link: str, *, one_way: bool = False) -> Curve:
+    """The curve that a plan meets: both directions are busy unless it is ``one_way``."""
+    both = None if one_way else profile.links.get(f"{link}_both")
     return both if both is not None and both.points else profile.links[link]
 
 

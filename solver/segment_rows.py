@@ -20,6 +20,7 @@ import pulp
 
 from lazysched.solver.decisions import Expression
 from lazysched.solver.options import STREAMED, SaveOption
+from lazysched.solver.window_durations import ZERO
 
 if TYPE_CHECKING:
     from lazysched.solver.time_rows import TimeRows
@@ -83,6 +84,8 @@ class SegmentRows:
         Of the last segment only where more of its blocks stream than there are slots, or it still lies in one.
         """
         needed = self.streams[block] + self._in(last, length, length - 1) - 1
+        if length <= self.num_slots:  # all of them may still lie in slots from their forward
+            needed -= self._left(block)
         others = [other for other in range(last - length + 1, last + 1) if other != block]
         count = self.num_slots if last == self.rows.num_blocks - 1 else 0
         for used in itertools.combinations(others, count):
@@ -102,7 +105,8 @@ class SegmentRows:
         def ran_again(option: SaveOption) -> float:
             return float(option.place < option.segment - 1)
 
-        self.problem += rows.load[window] >= load_s * (stream - self.decisions.save(block, ran_again))
+        again = stream - self._left(block) - self.decisions.save(block, ran_again)
+        self.problem += rows.load[window] >= load_s * again
         for length in self.lengths:
             place = block % length
             after = range(block + 1, block - place + length)
@@ -110,6 +114,10 @@ class SegmentRows:
                 used = pulp.lpSum(self.streams[other] for other in others)
                 all_of = self._in(block, length, place) + stream + used - (1 + len(others))
                 self.problem += rows.load[window] >= load_s * all_of
+
+    def _left(self, block: int) -> Expression | pulp.LpVariable:
+        """1 if the block still lies in its slot from the forward, else 0."""
+        return self.rows.waiting.get(block, ZERO)
 
     def _order_rows(self, window: int) -> None:
         """The first block waits for its upload, the last block's backward for all of them."""
@@ -122,5 +130,7 @@ class SegmentRows:
                 continue
             first = last - length + 1
             off = 2 - self.streams[first] - self._in(last, length, length - 1)
+            if length <= self.num_slots:
+                off += self._left(first)
             ready = rows.tx[window] + self.load_s[first]
             self.problem += rows.tc[window] >= ready - (rows.horizon_s + self.load_s[first]) * off

@@ -43,6 +43,7 @@ class TimeRows(WindowDurations):
     Attributes:
         again, tc, tx, ty, te, period: as in the legend.
         fetches: window -> when its first fetch starts.
+        fetch_ends: window -> when its last fetch ends.
         updates: end and duration of the host's updates, in forward order or, where none waits for the norm, as they
             come.
     """
@@ -57,6 +58,7 @@ class TimeRows(WindowDurations):
         self.segments = SegmentRows(self) if instance.has_segments else None
         self.te = self.problem.add_variable("te", 0)
         self.fetches: dict[int, pulp.LpVariable] = {}
+        self.fetch_ends: dict[int, Expression] = {}
         self.updates: list[tuple[pulp.LpVariable, Expression]] = []
 
     def build(self) -> pulp.LpVariable:
@@ -134,8 +136,7 @@ class TimeRows(WindowDurations):
                 idle = self.idle(w)
                 self._fetch_slots.use(w, self._micro_batch_end(w, place.back), idle)
             end += self.again[w]
-        if not all(self.trained):  # else uploads of the next step wait for updates, and those for all of this
-            self.problem += self.tx[0] + self.period >= end
+        if not all(self.trained):  # else uploads of the next step wait for updates
             self.problem += self.tx[0] + self.period >= self._batch_read_end()
 
     def _batch_read_end(self) -> Expression:
@@ -154,11 +155,15 @@ class TimeRows(WindowDurations):
         saved = self.num_windows - 1 - window  # the window that sent it away
         idle_s = self.off_s * self.stays(window)
         self.problem += start >= self.ty[saved] + self.save[saved] - idle_s
-        self.problem += start + self.m * self.fetch[window] >= self.saves_end(saved) + self.fetch[window] - idle_s
         self.problem += self.tc[window] >= start + self.fetch[window]
         end = start + first * self.fetch[window]
+        if 1 < self.m == first:  # the last may wait for its copy, with the first long there
+            end = 1 * self.problem.add_variable(f"tf_{window}", None)
+            self.problem += end >= start + first * self.fetch[window]
+            self.problem += end >= self.saves_end(saved) + self.fetch[window] - idle_s
         rest_s = ((self.m - first + 1) / self.m) * self.comp[window]
         self.problem += self.tc[window + 1] >= end + rest_s - self.longest_s * self.stays(window)
+        self.fetch_ends[window] = end
         return end
 
     def _remaining_fetches(self, window: int, first: int, before: Expression) -> Expression:
@@ -167,9 +172,13 @@ class TimeRows(WindowDurations):
         one_s = self.comp[window] * (1 / self.m)
         stays = (2 * self.longest_s / self.m) * self.idle(window)
         self.problem += start >= before
-        self.problem += start >= self.tc[window] + one_s - stays
+        # An upload behind nothing may have been any time before, if its slot was free.
+        self.problem += start >= self.tc[window] + one_s - self.longest_step_s() * self.idle(window)
         end = start + (self.m - first) * self.fetch[window]
+        saved_s = self.saves_end(self.num_windows - 1 - window)
+        self.problem += end >= saved_s + self.fetch[window] - self.off_s * self.stays(window)
         self.problem += self.tc[window + 1] >= end + one_s - stays
+        self.fetch_ends[window] = end
         return end
 
     def saves_end(self, window: int) -> Expression:

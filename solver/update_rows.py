@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import pulp
+
 from lazysched.solver.decisions import Expression
 from lazysched.solver.options import ON_HOST
 from lazysched.solver.window_durations import ZERO
@@ -18,10 +20,16 @@ def add_update_rows(rows: TimeRows) -> None:
         _add_late(rows)
     else:
         _add_early(rows)
+    _add_total(rows)
 
 
 def _add_late(rows: TimeRows) -> None:
-    """The upload for the next step waits for its update, and updates wait for the clip factor."""
+    """The upload for the next step waits for its update, and updates wait for the clip factor.
+
+    Uploads of the stages before lie between that and the upload of a stage. What of them is not beside updates follows
+    these, and takes longer than what it would have cost them: so all of them are charged. What blocks save may come
+    later and is not.
+    """
     rows.problem += rows.te >= rows.compute_end(rows.num_windows - 1)
     before: Expression = ZERO
     for w in range(rows.head + 1):
@@ -30,24 +38,31 @@ def _add_late(rows: TimeRows) -> None:
             own = rows.decisions.ends_on(lambda c: c.cpu_update_s, gpu=False, embed=w == 0, head=w != 0)
         else:
             own = rows.decisions.state(block, lambda c: c.cpu_update_s, *ON_HOST)
-        if w > 0:  # while it and those before it are updated, the weights of those before are on their way
-            own += rows.instance.copy_slowdown * (rows.load[w - 1] + rows.m * rows.save[w - 1])
+        if w > 0 and rows.trained[w - 1]:
+            own += rows.instance.least_lost_s * rows.load[w - 1]
         updated = rows.problem.add_variable(f"cc_{w}", 0)
         rows.problem += updated >= before + own
         if rows.trained[w]:
-            rows.problem += rows.tx[w] + rows.period >= rows.te + updated
+            rows.problem += rows.tx[w] + rows.period >= rows.te + updated - _free(rows, w)
         rows.updates.append((updated, own))
         before = updated
-    rows.problem += rows.period >= before
+
+
+def _free(rows: TimeRows, window: int) -> Expression:
+    """What lets a stage off that the GPU updates, where not all is trained: then uploads behind it wait for nothing.
+
+    Otherwise these wait for updates of their own, and the row is a good bound.
+    """
+    if all(rows.trained):
+        return ZERO
+    return rows.longest_step_s() * rows.of_gradient(rows.num_windows - 1 - window, lambda c: 1.0, gpu=True)
 
 
 def _add_early(rows: TimeRows) -> None:
     """Updates follow their gradients in the order of the backward; the next step's upload waits for its own."""
-    before, total = ZERO, ZERO
+    before = ZERO
     for w in range(rows.head, rows.num_windows):
         own = rows.of_gradient(w, lambda c: c.cpu_update_s, gpu=False)
-        copied = rows.again[w] + rows.load[w] + rows.grads[w] + rows.m * rows.fetch[w]
-        own += rows.instance.copy_slowdown * copied
         updated = rows.problem.add_variable(f"cc_{w}", 0)
         rows.problem += updated >= before + own
         if rows.trained[rows.num_windows - 1 - w]:
@@ -56,5 +71,20 @@ def _add_early(rows: TimeRows) -> None:
             free = rows.longest_step_s() * rows.of_gradient(w, lambda c: 1.0, gpu=True)
             rows.problem += rows.tx[rows.num_windows - 1 - w] + rows.period >= updated - free
         rows.updates.append((updated, own))
-        before, total = updated, total + own
-    rows.problem += rows.period >= total
+        before = updated
+
+
+def _add_total(rows: TimeRows) -> None:
+    """The host updates all stages in a period, more slowly while there are copies; all copies fall into a period too.
+
+    Be A the updates alone, S and Z the copies of each direction, s and z those beside updates, c <= 1/2 what one second
+    of a direction costs at least. Updates take A + c (s + z) and leave room for the other copies: T >= A + c (s + z) +
+    max(S - s, Z - z) >= A + c (S + Z).
+    """
+    windows = rows.windows
+    own = pulp.lpSum(rows.of_gradient(w, lambda c: c.cpu_update_s, gpu=False) for w in windows)
+    to_gpu = pulp.lpSum(rows.load[w] + rows.again[w] + rows.m * rows.fetch[w] for w in windows)
+    to_host = pulp.lpSum(rows.m * rows.save[w] + rows.grads[w] for w in windows)
+    rows.problem += rows.period >= own + rows.instance.least_lost_s * (to_gpu + to_host)
+    if not all(rows.trained):  # else uploads of the next step follow all of these
+        rows.problem += rows.period >= to_gpu

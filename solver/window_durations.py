@@ -25,7 +25,7 @@ class WindowDurations:
         trained: per forward window, whether its stage has a gradient.
         turn: window from which on no block computes: nothing before is trained.
         waiting: block -> 1 if it still lies in a slot when the backward begins, though it is none of the last.
-        longest_s: the longest backward.
+        longest_s: the longest window of a block.
         horizon_s: what a slot can be ahead of the windows that share it; its rows bind where all of these use it.
         off_s: what an engine's queue to the host can be behind those that do not wait for it.
     """
@@ -51,8 +51,10 @@ class WindowDurations:
         self.grads = [self.of_gradient(w, lambda c: c.grads_s, gpu=False) for w in self.windows]
         self.save = [self.of_saving(w, self.forward_blocks, "save_s") for w in self.windows]
         self.fetch = [self.of_saving(w, self.backward_blocks, "fetch_s") for w in self.windows]
-        self.longest_s = max(o.backward_s for options in instance.saves for o in options) * self.m
-        self.horizon_s = (self.depth + 2) * self.longest_s
+        each = (max(o.forward_s, o.backward_s) for options in instance.saves for o in options)
+        self.longest_s = max(each) * self.m
+        longest_load_s = max(costs.load_s for costs in instance.blocks)
+        self.horizon_s = (self.depth + 2) * max(self.longest_s, longest_load_s)
         self.off_s = self.horizon_s + (self.lag + 3) * self.m * self._longest_copy_s()
 
     def block(self, window: int) -> int | None:
@@ -106,18 +108,19 @@ class WindowDurations:
     def _waiting_at_turn(self) -> dict[int, pulp.LpVariable]:
         """Block -> 1 if it is none of the last, but of the last that stream, and so still lies in a slot at the turn.
 
-        As many are as there are slots. A block can be only if no block after it has to be uploaded again. With segments
-        all are taken to be uploaded again.
+        As many are as there are slots. A block can be only if no block after it has to be uploaded again; with segments
+        any may be.
         """
         first = self.num_blocks - self.depth - 1
-        if self.instance.has_segments or first < 1:
+        if first < 1:
             return {}
         streams = [self.decisions.state(i, lambda c: 1.0, *STREAMED) for i in range(self.num_blocks)]
         waiting = {i: self.problem.add_variable(f"wt_{i}", 0, 1) for i in range(self.instance.num_forward_only, first)}
         again: Expression = ZERO  # 1 if a block after this one is uploaded again
         for i in reversed(waiting):
             self.problem += waiting[i] <= streams[i]
-            self.problem += waiting[i] <= 1 - again
+            if not self.instance.has_segments:
+                self.problem += waiting[i] <= 1 - again
             later, again = again, self.problem.add_variable(f"ua_{i}", 0)
             self.problem += again >= later
             self.problem += again >= streams[i] - waiting[i]

@@ -16,6 +16,20 @@ if TYPE_CHECKING:
 NUM_STEPS = 3
 
 
+def slowed_s(own_s: Floats, to_gpu_s: Floats, to_host_s: Floats, copy_slowdown: float) -> Floats:
+    """How long updates of ``own_s`` take from now on, with copies of both directions from now on beside them.
+
+    They need ``1 + n copy_slowdown`` times as long while n directions copy, so the time is the one at which an
+    increasing concave function, which says how much of them would be lost by then, takes its own value: the least of
+    those that its three straight pieces have, which end with the shorter and with the longer of the copies.
+    """
+    one, both = (n * copy_slowdown / (1 + n * copy_slowdown) for n in (1, 2))  # lost in each second of them
+    shorter, longer = np.minimum(to_gpu_s, to_host_s), np.maximum(to_gpu_s, to_host_s)
+    all_s = own_s + both * shorter + one * (longer - shorter)
+    result: Floats = np.minimum(np.minimum(all_s, (own_s + (both - one) * shorter) / (1 - one)), own_s / (1 - both))
+    return result
+
+
 class Steps:
     """State of the engines while steps are replayed."""
 
@@ -77,17 +91,23 @@ class Steps:
         if self.segments is not None:
             self.backward = self.backward - self.segments.recompute
         uploads = self.reload if self.segments is None else self.segments.uploads
-        back = self.load * uploads + self.grads + self.m * self.fetch
-        copied = [self.embed_grads, *back, self.head_load + self.head_grads]
-        slowdown = replay.instance.copy_slowdown
-        self.early_updates = [own + slowdown * s for own, s in zip(self.cpu_updates, copied, strict=True)]
+        # An update during the backward has copies of the next window beside it: its own are over, or to come.
+        none = 0 * self.embed_load
+        to_gpu = [none, none, *(self.load * uploads + self.m * self.fetch)]
+        to_host = [none, self.embed_grads, *self.grads]
+        self.early_updates: list[Floats] = [
+            slowed_s(*seconds, replay.instance.copy_slowdown)
+            for seconds in zip(self.cpu_updates, to_gpu, to_host, strict=True)
+        ]
 
     def _updated(self, copy_slowdown: float) -> list[Floats]:
         """Per forward window, all updates up to it; weights and saved tensors of those before are on their way."""
-        copied = [0 * self.embed_load, self.embed_load, *(self.load + self.m * self.save)]
-        pairs = zip(self.cpu_updates, copied, strict=True)
-        self.slowed_updates = [own + copy_slowdown * seconds for own, seconds in pairs]
-        return list(np.cumsum(self.slowed_updates, axis=0))
+        none = 0 * self.embed_load
+        to_gpu = np.cumsum([none, self.embed_load, *self.load], axis=0)
+        to_host = np.cumsum([none, none, *(self.m * self.save)], axis=0)
+        updated: Floats = slowed_s(np.cumsum(self.cpu_updates, axis=0), to_gpu, to_host, copy_slowdown)
+        self.slowed_updates: list[Floats] = list(np.diff(updated, axis=0, prepend=0))
+        return list(updated)
 
     def steady_step_s(self) -> Floats:
         """Distance between the ends of the last two steps."""

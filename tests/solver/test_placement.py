@@ -9,19 +9,17 @@ from dataclasses import replace
 
 import pytest
 
-from lazysched.lower import lower
 from lazysched.schemas import Profile, Rate, StateFormat, Update
-from lazysched.solver import Timeline, simulate
 from lazysched.solver.bounds import count_bound_s
 from lazysched.solver.choice_batch import ChoiceBatch
 from lazysched.solver.instance import Candidate, Instance
 from lazysched.solver.measured import offload_limits
 from lazysched.solver.memory_rows import Budgets
-from lazysched.solver.milp import PlacementProgram
 from lazysched.solver.pins import parse_pins
-from lazysched.solver.plans import Choices, make_plan
+from lazysched.solver.plans import Choices
 from lazysched.solver.search import TIE, simplified
 from lazysched.solver.window_replay import WindowReplay
+from tests.solver.fixed_choices import PLENTY, drawn, fixed_period, replayed
 from tests.solver.synthetic import tiny_profile
 
 EXACT = Update()
@@ -29,26 +27,11 @@ EARLY = Update(clip_norm=None, check_finite=False)
 MB = 1_000_000
 FAST_CPU, SLOW_CPU = 100e6, 20e6
 """Parameters per second: an update of a block in fp32 takes less than its forward, or more than its backward."""
-PLENTY = Budgets(1e3, 1e3)
 CANDIDATES = [
     Candidate(micro_batch, accumulation, depth)
     for depth in (1, 2)
     for micro_batch, accumulation in ((1, 1), (1, 2), (1, 5), (2, 3), (1, 3))
 ]
-
-
-def replayed(profile: Profile, instance: Instance, choices: Choices) -> Timeline:
-    plan = make_plan(instance, choices, budget_bytes={})
-    program = lower(plan, profile.stages)
-    return simulate(program, profile, micro_batch=plan.micro_batch, steps=6)
-
-
-def drawn(instance: Instance, generator: random.Random) -> Choices:
-    return Choices(
-        states=tuple(generator.choice(own) for own in instance.states),
-        saves=tuple(generator.randrange(len(options)) for options in instance.saves),
-        vocabulary=generator.randrange(len(instance.vocabulary_options)),
-    )
 
 
 def cases(
@@ -111,17 +94,6 @@ class TestMemory:
             assert fixed_period(instance, choices, Budgets(gpu_gb + least, host_gb + least)) is not None
             assert fixed_period(instance, choices, Budgets(gpu_gb - least, host_gb + least)) is None
             assert fixed_period(instance, choices, Budgets(gpu_gb + least, host_gb - least)) is None
-
-
-def fixed_period(instance: Instance, choices: Choices, budgets: Budgets) -> float | None:
-    """T of the program with all decisions given; None when that does not fit."""
-    program = PlacementProgram(instance, budgets)
-    values = program.decisions.start_values(choices)
-    for variable in program.problem.variables():
-        if variable.name in values:
-            variable.lowBound = variable.upBound = values[variable.name]
-    outcome = program.solve(gap=0.0, time_limit_s=20, seed=0)
-    return float(program.period.value()) if outcome.has_solution else None
 
 
 class TestTime:
