@@ -25,7 +25,7 @@ from lazysched import data_commands, doctor_command, evaluate_command, plan_comm
 from lazysched.__main__ import INTERRUPTED
 from lazysched.cli_hardware import measure_machine, show_machine
 from lazysched.errors import LazyschedError, UsageError, short_repr
-from lazysched.outputs import require_folder_of
+from lazysched.outputs import require_folder_of, require_no_input
 from lazysched.progress import profile_shown
 from lazysched.schemas import Profile
 from lazysched.solve_command import solve
@@ -175,6 +175,7 @@ def profile(
 ) -> None:
     """Measure what this machine does with MODEL, or refine a profile by a run: --from-run RUN_DIR --profile PROFILE."""
     require_folder_of(output)
+    require_no_input(output, {"MODEL": model, "--profile": profile_file, "--from-run": from_run})
     pin_limit_bytes = None if pin_limit is None else parse_bytes(pin_limit, "--pin-limit")
     if numa_bind and from_run is None and (hardware_only or model is not None):
         from lazysched.runtime.binding import bind_to_gpu

@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 
 from lazysched import data_commands
-from lazysched.outputs import require_folder_of
+from lazysched.outputs import require_folder_of, require_no_input
 
 
 def register(app: typer.Typer) -> None:
@@ -32,6 +32,7 @@ def evaluate(
     """Let MODEL answer the questions of DATA and count answers whose last number is the reference's (GSM8K's rule)."""
     if output is not None:
         require_folder_of(output)
+        require_no_input(output, {"--data": data, "--model": model})
     from lazysched.runtime.exact_match import exact_match
 
     console, progress = Console(), Console(stderr=True)

@@ -16,6 +16,7 @@ from rich.console import Console
 from lazysched.errors import UsageError, short_repr
 from lazysched.file_options import say_if_not_executable
 from lazysched.lines import say
+from lazysched.outputs import require_folder_of, require_no_input
 from lazysched.schemas import Plan, Profile
 from lazysched.schemas.base import is_a, read_data
 
@@ -70,10 +71,9 @@ def simulate(
 ) -> None:
     """Predict time and memory of PLAN as it stands, edited by hand or not; exit code 1 where it does not fit."""
     schedule, measured = _plan_and_profile(plan, profile_file)
-    if trace is not None and not trace.parent.is_dir():
-        raise UsageError(f"--trace: {trace}: the folder {trace.parent} does not exist; make it first")
-    if trace is not None and trace.is_dir():
-        raise UsageError(f"--trace: {trace} is a folder; name a file")
+    if trace is not None:
+        require_folder_of(trace, "--trace")
+        require_no_input(trace, {"PLAN": plan, "--profile": profile_file}, "--trace")
     from lazysched.chrome_trace import save_chrome_trace
     from lazysched.solver.decision_costs import base_of
     from lazysched.solver.simulate_report import print_simulation, simulation
@@ -173,6 +173,11 @@ def parse_sweep_option(text: str | None, rows: int | None, given: Mapping[str, s
     return sweep
 
 
+def table_file(output: Path) -> Path:
+    """Where the table of a sweep is written, beside ``output`` or, where that is a CSV, in its place."""
+    return output.with_suffix(".csv")
+
+
 def solve_sweep(profile: Profile, sweep: Sweep, settings: Mapping[str, Any], output: Path, console: Console) -> None:
     """Solve for every budget, show the frontier, write the CSV and, unless ``output`` is one, the fastest plan."""
     from lazysched.solver.frontier import best_of, frontier_table, save_frontier
@@ -183,11 +188,11 @@ def solve_sweep(profile: Profile, sweep: Sweep, settings: Mapping[str, Any], out
         points = run_sweep(
             profile, sweep, settings, lambda done: status.update(f"solved for {done} of {count} budgets")
         )
-    table_file = output.with_suffix(".csv")
-    save_frontier(table_file, points)
-    written, plan = [table_file], None
+    table = table_file(output)
+    save_frontier(table, points)
+    written, plan = [table], None
     try:
-        if output != table_file:
+        if output != table:
             plan = best_of(points)
             plan.model_copy(update={"profile": profile}).save(output)
             written.append(output)

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from lazysched.errors import LazyschedError, UsageError
 from lazysched.lines import say
-from lazysched.outputs import require_folder_of
+from lazysched.outputs import require_folder_of, require_no_input
 from lazysched.schemas.run import REPORT_FILE
 
 
@@ -25,6 +25,7 @@ def report(
     target = folder / REPORT_FILE if output is None else output
     if output is not None:
         require_folder_of(output)
+        require_no_input(output, {"OUTPUT_DIR": folder})
     _save(target, folder)
     typer.echo(f"wrote {target}")
 

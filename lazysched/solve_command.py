@@ -10,7 +10,7 @@ from rich.console import Console
 
 from lazysched import file_options, plan_commands
 from lazysched.cli_hardware import profile_to_solve, say_if_above_the_card
-from lazysched.outputs import require_folder_of
+from lazysched.outputs import require_folder_of, require_no_input
 from lazysched.progress import search_shown
 from lazysched.units import parse_bytes
 
@@ -88,6 +88,8 @@ def solve(
 ) -> None:
     """Find the fastest plan that fits the memory, for PROFILE, or by an estimate: --hardware NAME --model CONFIG."""
     require_folder_of(output)
+    for written in (output, *([] if sweep is None else [plan_commands.table_file(output)])):
+        require_no_input(written, {"PROFILE": profile_file, "--model": model, "--hardware": hardware})
     rows = plan_commands.parse_batch_size(batch_size)
     given = {"gpu-memory": gpu_memory, "host-memory": host_memory, "nvme": nvme}
     budgets = plan_commands.parse_sweep_option(sweep, rows, given)

@@ -11,7 +11,8 @@ from rich.table import Table
 
 from lazysched import data_commands
 from lazysched.lines import say
-from lazysched.own_plan import make_plan
+from lazysched.outputs import require_no_input
+from lazysched.own_plan import make_plan, plan_path
 from lazysched.report_command import end_report
 from lazysched.schemas import Plan
 from lazysched.train_config import TrainConfig, resolve
@@ -115,6 +116,7 @@ def train(
     from lazysched.runtime.reporters import check_reporters
 
     check_reporters(settings.report_to)
+    _refuse_inputs(config, settings)
     arguments, console = settings.run_arguments(), Console()
     if settings.plan is None:
         schedule = make_plan(settings, console)
@@ -140,6 +142,18 @@ def train(
     console.print(comparison_table(result, "training"))
     say(console, f"trained model: {result.output_dir}")
     end_report(result.output_dir, console)
+
+
+def _refuse_inputs(config: Path | None, settings: TrainConfig) -> None:
+    """Refuse outputs that would replace what is read; what else lies in the output folder is looked at by the run."""
+    fields = ("plan", "model", "data", "eval_data")
+    inputs = {"CONFIG": config, **{name: getattr(settings, name) for name in fields}}
+    if settings.trace is not None and not Path(settings.trace).is_dir():
+        require_no_input(Path(settings.trace), inputs, "trace")
+    if settings.plan is None:
+        require_no_input(plan_path(settings), inputs, "output_dir")
+    if Path(settings.output_dir).is_dir():
+        require_no_input(Path(settings.output_dir), inputs, "output_dir")
 
 
 def _is_given(context: typer.Context, name: str) -> bool:

@@ -19,8 +19,8 @@ from lazysched.solver.memory_rows import Budgets
 from lazysched.solver.milp import PlacementProgram
 from lazysched.solver.mixes import best_mixes
 from lazysched.solver.plans import Choices, Found
-from lazysched.solver.search import always, improve, simplified
-from lazysched.solver.stopwatch import Stopwatch
+from lazysched.solver.search import improve, simplified
+from lazysched.solver.stopwatch import Stopwatch, always
 from lazysched.solver.window_replay import WindowReplay
 from lazysched.solver.workers import each_in_processes, in_worker, usable_cores
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
+from typing import TypeAlias
 
 import pulp
 
@@ -57,6 +58,7 @@ class Question:
         scope: where things may be.
         make_instance: the coefficients of a candidate with state in a format and things in a scope.
         seed: of HiGHS.
+        watch: how long may be looked; after that the descents alone answer, which take a part of a second.
     """
 
     profile: Profile
@@ -66,6 +68,11 @@ class Question:
     scope: Scope
     make_instance: Callable[[Candidate, StateFormat, Scope], Instance]
     seed: int
+    watch: Stopwatch = field(default_factory=lambda: Stopwatch(math.inf))
+
+    def within(self, limit_s: float) -> Question:
+        """The same question, to be answered in ``limit_s`` seconds from now on."""
+        return replace(self, watch=Stopwatch(limit_s))
 
     @cached_property
     def instances(self) -> list[Instance]:
@@ -131,44 +138,62 @@ class Sought:
     proven: bool
 
 
+Ranked: TypeAlias = tuple[float, Instance, Callable[[], Choices]]
+"""A lower bound of what is missing in GB, the instance, and its choices nearest to that bound."""
+
+
 def fitting(question: Question) -> Sought:
     """A plan that fits, or None; where HiGHS runs out of time, a plan that fits may be overlooked."""
-    sought = closest(question, TIERS, at_most_gb=_ROWS_MISS_GB)
+    ranked = list(_ranked(question, TIERS, _ROWS_MISS_GB))
+    quick = _found_quickly(question, ranked)
+    if quick is not None or not ranked:
+        return Sought(quick, proven=True)
+    sought = _closest_of(ranked, question, TIERS, _ROWS_MISS_GB)
     if sought.nearest is None or not question.over_bytes(sought.nearest):
         return sought
     return Sought(None, sought.proven)
 
 
-def closest(
-    question: Question, elastic: Sequence[Tier], at_most_gb: float = math.inf, start: Closest | None = None
-) -> Sought:
+def _found_quickly(question: Question, ranked: Sequence[Ranked]) -> Closest | None:
+    """What fits and the descents find by themselves; of several the one whose step has fewest operations."""
+    for _, instance, rounded in sorted(ranked, key=lambda rank: rank[1].candidate.accumulation):
+        near = nearest(instance, question.budgets(instance), TIERS, [_least_memory(instance), rounded()])
+        if near is not None and near[1] <= _ROWS_MISS_GB:
+            found = Closest(instance, *near)
+            if not question.over_bytes(found):
+                return found
+    return None
+
+
+def closest(question: Question, elastic: Sequence[Tier]) -> Sought:
     """The choices that need least more of the ``elastic`` tiers, which are all that may be exceeded.
 
     Of files, which are plenty, little more than the least is good enough.
 
     Returns:
-        no choices where none keep the others, or where all need more than ``at_most_gb``.
+        no choices where none keep the others.
     """
-    ranked = sorted(_ranked(question, elastic, at_most_gb), key=lambda rank: rank[0])
+    return _closest_of(list(_ranked(question, elastic, math.inf)), question, elastic, math.inf)
+
+
+def _closest_of(ranked: Sequence[Ranked], question: Question, elastic: Sequence[Tier], at_most_gb: float) -> Sought:
+    """The same among the instances of ``ranked``; no choices where all need more than ``at_most_gb``."""
     best: Closest | None = None
     proven, watch = True, Stopwatch(_NUM_SOLVED * _TIME_LIMIT_S)
-    for count, (bound_gb, instance, rounded) in enumerate(ranked):
+    for count, (bound_gb, instance, rounded) in enumerate(sorted(ranked, key=lambda rank: rank[0])):
         limit_gb = at_most_gb if best is None else best.missing_gb * (1 - _GAP)
         if best is not None and (bound_gb >= limit_gb or "nvme" in elastic):
             break
-        if count >= _NUM_SOLVED and not watch.has_time():
+        if (count >= _NUM_SOLVED and not watch.has_time()) or (best is not None and not question.watch.has_time()):
             return Sought(best, proven=False)
-        here = start is not None and start.instance.candidate == instance.candidate
-        starts = [_least_memory(instance), rounded(), *([start.choices] if start is not None and here else [])]
+        starts = [_least_memory(instance), rounded()]
         found = _solved(instance, question, elastic, limit_gb, bound_gb, starts)
         best, proven = found.nearest or best, proven and found.proven
     return Sought(best, proven)
 
 
-def _ranked(
-    question: Question, elastic: Sequence[Tier], at_most_gb: float
-) -> Iterator[tuple[float, Instance, Callable[[], Choices]]]:
-    """Instances that may need no more, with a lower bound of it and the choices nearest to that bound."""
+def _ranked(question: Question, elastic: Sequence[Tier], at_most_gb: float) -> Iterator[Ranked]:
+    """Instances that may need no more."""
     for instance in question.instances:
         bound_gb, rounded = least_missing(instance, question.budgets(instance), elastic)
         if bound_gb < math.inf and bound_gb <= at_most_gb:
@@ -189,6 +214,8 @@ def _solved(
     own = Closest(instance, *near) if near is not None and near[1] <= limit_gb else None
     if own is not None and own.missing_gb * (1 - _GAP) <= bound_gb:
         return Sought(own, proven=True)
+    if not question.watch.has_time():
+        return Sought(own, proven=False)
     problem = pulp.LpProblem("elastic", pulp.LpMinimize)
     decisions = Decisions(problem, instance)
     slack: dict[str, pulp.LpVariable] = {tier: problem.add_variable(f"slack_{tier}", 0) for tier in elastic}
@@ -198,7 +225,8 @@ def _solved(
     if limit_gb < math.inf:
         problem += pulp.lpSum(slack.values()) <= limit_gb
     values = decisions.start_values(own.choices if own is not None else starts[-1])
-    time_limit_s = _FILES_TIME_LIMIT_S if instance.uses_files else _TIME_LIMIT_S
+    most_s = _FILES_TIME_LIMIT_S if instance.uses_files else _TIME_LIMIT_S
+    time_limit_s = min(most_s, question.watch.remaining_s)
     outcome = solve_problem(problem, gap=_GAP, time_limit_s=time_limit_s, seed=question.seed, start_values=values)
     proven = outcome.status in ("optimal", "infeasible")
     missing_gb = max(0.0, outcome.objective)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from lazysched.lower import lower
 from lazysched.schemas import Plan
-from lazysched.solver.plans import Found, make_plan
+from lazysched.solver.instance import Candidate
+from lazysched.solver.plans import Choices, Found, make_plan
 from lazysched.solver.simulate import SIMULATED_STEPS, Timeline, simulate
 from lazysched.solver.space import Budget, Space
+from lazysched.solver.stopwatch import always
 
 
 @dataclass(frozen=True)
@@ -26,24 +28,42 @@ class Judge:
 
     def __init__(self, space: Space) -> None:
         self.space = space
-        self._judged: dict[Found, Judged] = {}
+        self._judged: dict[tuple[Candidate, Choices], Judged] = {}
 
     def simulated(self, found: Found) -> Judged:
         """The plan of ``found``, without a prediction, and its simulation."""
-        if found not in self._judged:
+        key = found.candidate, found.choices  # two replays of them may differ in the last bit of the step
+        if key not in self._judged:
             settings = self.space.settings
             instance = self.space.instance(found.candidate)
             plan = make_plan(instance, found.choices, budget_bytes=settings.budget_bytes)
             program = lower(plan, settings.profile.stages)
             timeline = simulate(program, settings.profile, micro_batch=plan.micro_batch, steps=SIMULATED_STEPS)
-            self._judged[found] = Judged(found, plan, timeline)
-        return self._judged[found]
+            self._judged[key] = Judged(found, plan, timeline)
+        return self._judged[key]
 
-    def fastest(self, finalists: Iterable[Found]) -> tuple[Judged | None, dict[Budget, int]]:
-        """The fastest that fits, and by how much the first one that does not exceeds each budget."""
+    def has_simulated(self, found: Found) -> bool:
+        """Whether the simulation of ``found`` is known already."""
+        return (found.candidate, found.choices) in self._judged
+
+    def all_simulated(self) -> list[Found]:
+        """Everything whose simulation is known."""
+        return [judged.found for judged in self._judged.values()]
+
+    def fastest(
+        self, finalists: Iterable[Found], has_time: Callable[[], bool] = always
+    ) -> tuple[Judged | None, dict[Budget, int]]:
+        """The fastest that fits, and by how much the first one that does not exceeds each budget.
+
+        Args:
+            finalists: the most promising first.
+            has_time: asked before each simulation that is not known yet; only the first plan that fits does without.
+        """
         best: Judged | None = None
         excess: dict[Budget, int] = {}
         for found in finalists:
+            if best is not None and not self.has_simulated(found) and not has_time():
+                continue
             judged = self.simulated(found)
             over = self.over_budget(judged.timeline)
             if over:

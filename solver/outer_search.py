@@ -24,13 +24,12 @@ from importlib.metadata import version
 
 from lazysched.errors import UsageError
 from lazysched.schemas import SolverReport
-from lazysched.solver import infeasible, remedies
 from lazysched.solver.bounds import count_bound_s
-from lazysched.solver.choice_batch import ChoiceBatch
 from lazysched.solver.explore import PREFETCH_DEPTHS, Task, explore_all, polished, shallowest, variations
 from lazysched.solver.instance import Candidate
 from lazysched.solver.interrupts import INTERRUPTS
 from lazysched.solver.judge import Judge, Judged
+from lazysched.solver.last_resort import any_that_fits
 from lazysched.solver.last_round import improved
 from lazysched.solver.milp import PlacementProgram
 from lazysched.solver.options import EXECUTABLE
@@ -38,8 +37,7 @@ from lazysched.solver.plans import Choices, Found
 from lazysched.solver.recipe_search import RecipeSearch
 from lazysched.solver.solution import Progress, Solution, Tried
 from lazysched.solver.space import Settings, Space
-from lazysched.solver.stopwatch import Stopwatch
-from lazysched.solver.window_replay import WindowReplay
+from lazysched.solver.stopwatch import Stopwatch, never
 
 ROUND = 4
 """Combinations that are explored against the same incumbent, so that the number of cores changes no plan."""
@@ -104,8 +102,8 @@ class Search:
         raise AssertionError("memory rows and simulation disagree beyond tightening")
 
     def _incumbent(self) -> Solution | None:
-        """What an interrupted search has found."""
-        winner = self._winner()
+        """What an interrupted search has found; nothing is simulated for it where a plan that fits was simulated."""
+        winner, _ = self.judge.fastest([*self.judge.all_simulated(), *self._finalists()], has_time=never)
         if winner is None:
             return None
         self._bound_the_rest()
@@ -250,32 +248,26 @@ class Search:
 
     def _first_that_fits(self) -> None:
         """The last resort: any plan that fits at all, or the explanation why there is none."""
-        settings = self.settings
-        question = infeasible.Question(
-            settings.profile, settings.batch_size, settings.budget_bytes, settings.state_format,
-            settings.scope, self.space.make_instance, settings.seed,
-        )  # fmt: skip
-        sought = infeasible.fitting(question)
-        fitting = sought.nearest
-        if fitting is None:
-            raise remedies.explain(question, sought.proven)
-        candidate, choices = fitting.instance.candidate, fitting.choices
-        evaluation = WindowReplay(fitting.instance).evaluate(ChoiceBatch.of([choices]))
+        found = any_that_fits(self.space)
         # Its bytes were counted: it is kept even where the replay's memory rows, which count more, call it too large.
-        self._keep(Found(candidate, choices, float(evaluation.step_s[0])))
+        self._keep(found)
         if self.watch.has_time():
-            self._improve(candidate, choices)
+            self._improve(found.candidate, found.choices)
 
     def _winner(self) -> Judged | None:
-        """The fastest finalist; None when all exceed a budget, which is then tightened by the excess.
+        """The fastest finalist; None when all exceed a budget, which is then tightened by the excess."""
+        best, excess = self.judge.fastest(self._finalists(), self.whole_watch.has_time)
+        for budget, size in excess.items():
+            self.space.withheld_bytes[budget] += size
+        return best
+
+    def _finalists(self) -> list[Found]:
+        """What is simulated as long as there is time, the most promising first.
 
         The recipes' plans are among them: the quick replay ranks plans, the simulation may rank them otherwise.
         """
         finalists = sorted(self.found.values(), key=_step_s)[:NUM_FINALISTS]
-        best, excess = self.judge.fastest(dict.fromkeys([*finalists, *self.recipes.found()]))
-        for budget, size in excess.items():
-            self.space.withheld_bytes[budget] += size
-        return best
+        return list(dict.fromkeys([*finalists, *self.recipes.found()]))
 
     # ---- helpers
 

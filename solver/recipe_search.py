@@ -59,13 +59,14 @@ class RecipeSearch:
         return [self.space.instance(candidate) for candidate in candidates]
 
     def found(self) -> list[Found]:
-        """The best plans of all rules that have one."""
-        return [found for found in self.compared.values() if found is not None]
+        """The best plans of all rules that have one, the fastest by the quick replay first."""
+        return sorted((found for found in self.compared.values() if found is not None), key=lambda found: found.step_s)
 
     def shown(self, judge: Judge) -> list[Recipe]:
-        """What is told of each, simulated."""
+        """What is told of each; not of those whose plan there was no time to simulate."""
         rules = [rule for rule in rules_within(self.space.settings.scope) if rule in self.compared]
-        return [_recipe(rule.name, self.compared[rule], judge) for rule in rules]
+        pairs = [(rule.name, self.compared[rule]) for rule in rules]
+        return [_recipe(name, found, judge) for name, found in pairs if found is None or judge.has_simulated(found)]
 
 
 def _recipe(name: str, found: Found | None, judge: Judge) -> Recipe:

@@ -7,8 +7,8 @@ such a plan is only to look at.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 from lazysched.errors import (
     InfeasibleError,
@@ -23,7 +23,7 @@ from lazysched.errors import (
 from lazysched.schemas import Tier
 from lazysched.solver.batches import max_accumulation
 from lazysched.solver.bounds import least_missing_gb
-from lazysched.solver.infeasible import MARGIN_BYTES, TIERS, Closest, Question, closest, fitting
+from lazysched.solver.infeasible import MARGIN_BYTES, TIERS, Question, closest, fitting
 from lazysched.solver.input_checks import check_file_links
 from lazysched.solver.measured import check_profile, host_memories, usable_micro_batches
 from lazysched.solver.options import EVERYTHING, EXECUTABLE
@@ -41,33 +41,64 @@ FINDABLE_SHARE = 100
 """In the latter case so much of what was missing, one hundredth, is added."""
 
 
+@dataclass(frozen=True)
+class Advice:
+    """What was worked out.
+
+    Attributes:
+        remedies: changes each of which suffices.
+        not_worked_out: what the time did not suffice for, in words.
+    """
+
+    remedies: list[Remedy]
+    not_worked_out: list[str]
+
+
 def explain(question: Question, proven: bool) -> LazyschedError:
     """The error that says what no plan fits into, or fits as far as was looked, and what would surely help.
 
     Args:
-        question: what was asked.
+        question: what was asked; its watch is for all remedies together.
         proven: whether it is certain that no plan fits.
     """
-    found = remedies(question)
+    advice = remedies(question)
+    found = advice.remedies
     budget = question.budget_bytes
     within = join(f"{format_bytes(size)} of {tier}" for tier, size in budget.items() if size)
     helps = ", or ".join(described(r, question) for r in found)
+    left_out = ", ".join(advice.not_worked_out)
+    more = f"; not worked out in the time: {left_out}; a longer --time-limit may name more" if left_out else ""
     if not proven:
         message = f"no plan was found in time within {within} memory, though one may fit"
-        return TimeLimitError(f"{message}; sure to fit: {helps}" if found else message)
-    if not found:
+        return TimeLimitError(f"{message}; sure to fit: {helps}{more}" if found else f"{message}{more}")
+    if not found and not left_out:
         return TimeLimitError("no plan was found, nor what is missing for one; profile a smaller --micro-batch")
     alone = [r for r in found if isinstance(r, MoreMemory) and r.executable and not (r.gpu_bytes and r.host_bytes)]
     missing = {str(tier): size for r in alone for tier, size in _sizes(r).items() if size}
-    return InfeasibleError(f"no plan fits {within} memory: {helps}", missing, found)
+    return InfeasibleError(f"no plan fits {within} memory{f': {helps}' if found else ''}{more}", missing, found)
 
 
-def remedies(question: Question) -> list[Remedy]:
-    """Changes each of which suffices: more memory, a smaller batch, smaller optimizer state."""
-    found: list[Remedy] = [r for tier in TIERS if (r := _more_memory(question, [tier])) is not None]
-    if not found and (both := _more_memory(question, TIERS)) is not None:
-        found.append(both)
-    return [*found, *_files(question), *_smaller_batch(question), *_smaller_state(question)]
+def remedies(question: Question) -> Advice:
+    """Changes each of which suffices: more memory, a smaller batch, smaller optimizer state.
+
+    Each gets an even share of the time that is left; what did not suffice for one is tried once more with what the
+    quick ones left.
+    """
+    found: dict[str, Remedy] = {}
+    waiting = list(_WAYS)
+    for _ in range(2):
+        ways, waiting = waiting, []
+        for count, name in enumerate(ways):
+            if name == BOTH and not found.keys().isdisjoint(EACH):  # it is for where neither helps alone
+                continue
+            share = question.within(question.watch.remaining_s / (len(ways) - count))
+            is_open = name == BOTH and not set(waiting).isdisjoint(EACH)
+            remedy = _WAYS[name](share) if share.watch.has_time() and not is_open else None
+            if remedy is not None:
+                found[name] = remedy
+            elif is_open or not share.watch.has_time():
+                waiting.append(name)
+    return Advice([found[name] for name in _WAYS if name in found], waiting)
 
 
 def described(remedy: Remedy, question: Question) -> str:
@@ -90,39 +121,35 @@ def described(remedy: Remedy, question: Question) -> str:
 def _more_memory(question: Question, tiers: Sequence[Tier]) -> MoreMemory | None:
     """The least growth of ``tiers`` with which a plan fits, rounded up to what is printed."""
     more: dict[Tier, int] = dict.fromkeys(FLAGS, 0)
-    nearest: Closest | None = None
+    nearest = closest(question, tiers).nearest
+    if nearest is None:
+        return None
     for _ in range(MAX_GROWTHS):
-        grown = replace(
-            question, budget_bytes={tier: size + more.get(tier, 0) for tier, size in question.budget_bytes.items()}
-        )
-        nearest = closest(grown, tiers, start=nearest).nearest
-        if nearest is None:
-            return None
+        grown = replace(question, budget_bytes={t: size + more.get(t, 0) for t, size in question.budget_bytes.items()})
         over = grown.over_bytes(nearest)
-        if not over and any(more.values()):
-            if fitting(grown).nearest is None:  # asked as a later solve asks, which would not find it again
-                more = {tier: _rounded_up(size + size // FINDABLE_SHARE) for tier, size in more.items()}
-                continue
-            return MoreMemory(gpu_bytes=more["gpu"], host_bytes=more["host"], nvme_bytes=more["nvme"])
-        if not set(over) <= set(tiers):
+        if not set(over) <= set(tiers) or not (over or any(more.values())):
             return None
-        for tier in tiers:
-            if tier in over:
-                more[tier] = _rounded_up(more[tier] + over[tier] + MARGIN_BYTES)
+        if over:
+            more |= {t: _rounded_up(more[t] + over[t] + MARGIN_BYTES) for t in tiers if t in over}
+        elif fitting(grown).nearest is not None:  # asked as a later solve asks
+            return MoreMemory(gpu_bytes=more["gpu"], host_bytes=more["host"], nvme_bytes=more["nvme"])
+        elif question.watch.has_time():
+            more = {tier: _rounded_up(size + size // FINDABLE_SHARE) for tier, size in more.items()}
+        else:
+            return None
     return None
 
 
-def _files(question: Question) -> Iterator[MoreMemory]:
+def _files(question: Question) -> MoreMemory | None:
     """More of files alone, in the first scope that has them."""
     try:
         check_file_links(question.profile)
     except UsageError:  # not measured, so that no plan can be made with them
-        return
+        return None
     scope = next(scope for scope in (question.scope, EXECUTABLE, EVERYTHING) if scope.has_files)
     scope = replace(scope, segments=question.scope.segments)
     remedy = _more_memory(replace(question, scope=scope), ["nvme"])
-    if remedy is not None:
-        yield replace(remedy, executable=question.scope.has_files or EXECUTABLE.has_files)
+    return remedy and replace(remedy, executable=question.scope.has_files or EXECUTABLE.has_files)
 
 
 def _sizes(remedy: MoreMemory) -> dict[Tier, int]:
@@ -155,8 +182,8 @@ def _size(num_bytes: int, space: str) -> str:
 # ---- batch and state
 
 
-def _smaller_batch(question: Question) -> Iterator[SmallerBatch]:
-    """The most rows below the batch, as micro-batches of any profiled size, that fit."""
+def _smaller_batch(question: Question) -> SmallerBatch | None:
+    """The most rows below the batch, as micro-batches of any profiled size, that fit; what time is left for counts."""
     best = 0
     for size in usable_micro_batches(question.profile):
         low, high = best // size + 1, min((question.batch_size - 1) // size, max_accumulation(question.profile))
@@ -165,14 +192,14 @@ def _smaller_batch(question: Question) -> Iterator[SmallerBatch]:
             return _may_fit(question, size, count)
 
         def fits(count: int, size: int = size) -> bool:
-            return fitting(replace(question, batch_size=size * count)).nearest is not None
+            smaller = replace(question, batch_size=size * count)
+            return question.watch.has_time() and fitting(smaller).nearest is not None
 
         count = _largest(low, high, may_fit)
         if count is not None and not fits(count):
             count = _largest(low, count - 1, fits)
         best = best if count is None else size * count
-    if best:
-        yield SmallerBatch(best)
+    return SmallerBatch(best) if best else None
 
 
 def _may_fit(question: Question, size: int, count: int) -> bool:
@@ -193,13 +220,24 @@ def _largest(low: int, high: int, works: Callable[[int], bool]) -> int | None:
     return low
 
 
-def _smaller_state(question: Question) -> Iterator[SmallerState]:
+def _smaller_state(question: Question) -> SmallerState | None:
     if question.state_format == "hybrid8":
-        return
+        return None
     other = replace(question, state_format="hybrid8")
     try:
         check_profile(other.profile, "hybrid8", host_memories(other.profile, other.budget_bytes["host"]))
     except UsageError:  # not measured, so that no plan can be made with it
-        return
-    if fitting(other).nearest is not None:
-        yield SmallerState("hybrid8")
+        return None
+    return SmallerState("hybrid8") if fitting(other).nearest is not None else None
+
+
+EACH, BOTH = ("more gpu memory", "more host memory"), "more memory of both"
+_WAYS: dict[str, Callable[[Question], Remedy | None]] = {
+    EACH[0]: lambda question: _more_memory(question, ["gpu"]),
+    EACH[1]: lambda question: _more_memory(question, ["host"]),
+    BOTH: lambda question: _more_memory(question, TIERS),
+    "files": _files,
+    "a smaller batch": _smaller_batch,
+    "a smaller optimizer state": _smaller_state,
+}
+"""What may help, in words and in the order in which it is worked out and told."""

@@ -16,6 +16,7 @@ from lazysched.solver.instance import Instance
 from lazysched.solver.memory_rows import Budgets
 from lazysched.solver.options import STATE_CHOICES
 from lazysched.solver.plans import Choices
+from lazysched.solver.stopwatch import always
 from lazysched.solver.window_replay import WindowReplay
 
 NUM_PAIRS = 500
@@ -30,11 +31,6 @@ LEAST_GAIN = 5e-5
 """Relative gain below which a round has failed."""
 MAX_FAILURES = 2
 """Rounds in a row, each with other samples, that fail before the descent ends."""
-
-
-def always() -> bool:
-    """There is always time."""
-    return True
 
 
 def improve(

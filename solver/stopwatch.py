@@ -29,3 +29,13 @@ class Stopwatch:
     def has_time(self) -> bool:
         """Whether the limit is still to come."""
         return self.remaining_s > 0
+
+
+def always() -> bool:
+    """There is always time."""
+    return True
+
+
+def never() -> bool:
+    """There is no time left."""
+    return False

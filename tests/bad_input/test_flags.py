@@ -133,7 +133,7 @@ PLACES = (
         "result among others' files", TRAIN, ("{out}: holds 'thesis.txt'", "new or empty"),
         lambda files: (files.output.mkdir(), (files.output / "thesis.txt").write_text("years of work")),
     ),
-    Bad("result onto the model", TRAIN.replace("{out}", "{model}"), ("{model}: holds", "new or empty")),
+    Bad("result into a folder of data", TRAIN.replace("{out}", "{root}"), ("{root}: holds", "new or empty")),
     Bad("result onto an earlier run", TRAIN.replace("{out}", "{run}"), ("{run} holds checkpoint-2", "--resume")),
     Bad("a name that is too long", TRAIN.replace("{out}", "{root}/" + "x" * 300), ("x" * 300,), code=1),
     Bad("a name with a null", PROFILE.replace("new.json", "\0"), ("--output", "null")),
@@ -144,6 +144,65 @@ PLACES = (
     Bad("nothing to go on from", RESUME.replace("{run}", "{out}"), ("resume: {out} holds no valid checkpoint",)),
     Bad("an estimate onto a folder", ESTIMATE.replace("{root}/new.json", "{model}"), ("{model} is a folder",)),
 )  # fmt: skip
+
+
+LOST = "and would be lost; name another file"
+INPUTS = (
+    Bad("a timeline onto its plan", "simulate {plan} --trace {plan}", ("--trace: {plan}: is read as PLAN", LOST)),
+    Bad(
+        "a timeline onto its profile", "simulate {plan} --profile {profile} --trace {root}/model/../profile.json",
+        ("--trace: {root}/model/../profile.json: is read as --profile", LOST),
+    ),
+    Bad("a plan onto its profile", SOLVE.replace("{root}/new.json", "{profile}"), ("{profile}: is read as PROFILE", LOST)),
+    Bad(
+        "a plan onto a link to its profile", SOLVE.replace("new.json", "link.json"), ("link.json: is read as PROFILE", LOST),
+        lambda files: (files.root / "link.json").symlink_to("profile.json"),
+    ),
+    Bad(
+        "a plan onto its profile by the working folder", SOLVE.replace("{root}/new.json", "./profile.json"),
+        ("--output: profile.json: is read as PROFILE", LOST),
+    ),
+    Bad(
+        "a table onto its profile",
+        "solve {root}/p.csv --batch-size 4 --sweep gpu-memory=1GB:2GB:1GB -o {root}/p.json",
+        ("--output: {root}/p.csv: is read as PROFILE", LOST),
+        lambda files: (files.root / "p.csv").write_bytes(files.profile.read_bytes()),
+    ),
+    Bad("a plan onto its machine", ESTIMATE.replace("{root}/new.json", "{hardware}"), ("is read as --hardware", LOST)),
+    Bad("a plan onto its model", ESTIMATE.replace("{root}/new.json", "{model}/config.json"), ("is read as --model", LOST)),
+    Bad("a page onto its plan", "plot {plan} -o {plan}", ("--output: {plan}: is read as PLAN", LOST)),
+    Bad("a page onto its profile", "plot {plan} --profile {profile} -o {profile}", ("is read as --profile", LOST)),
+    Bad("a page onto the log", "report {run} -o {run}/log.jsonl", ("{run}/log.jsonl: is read as OUTPUT_DIR", LOST)),
+    Bad("a profile onto its model", PROFILE.replace("{root}/new.json", "{model}/config.json"), ("is read as MODEL", LOST)),
+    Bad(
+        "a profile onto what it refines", "profile --from-run {run} --profile {profile} -o {profile}",
+        ("{profile}: is read as --profile", LOST),
+    ),
+    Bad(
+        "a profile onto what a run took", "profile --from-run {run} --profile {profile} -o {run}/measured_ops.json",
+        ("is read as --from-run", LOST),
+    ),
+    Bad("answers onto the questions", f"{EVALUATE} -o {{sums}}", ("--output: {sums}: is read as --data", LOST)),
+    Bad(
+        "answers onto registered questions",
+        f"{EVALUATE} -o {{sums}}".replace("--data {sums}", "--data {root}:sums"), ("is read as --data", LOST),
+        lambda files: (files.root / "dataset_info.json").write_text('{"sums": {"file_name": "sums.jsonl"}}'),
+    ),
+    Bad("answers onto the weights", f"{EVALUATE} -o {{model}}/model.safetensors", ("is read as --model", LOST)),
+    Bad("a trace onto the plan", f"{TRAIN} --trace {{plan}}", ("trace: {plan}: is read as plan", LOST)),
+    Bad("a trace onto the data", f"{TRAIN} --trace {{data}}", ("trace: {data}: is read as data", LOST)),
+    Bad("result onto the model", TRAIN.replace("{out}", "{model}"), ("output_dir: {model}: is read as model", "another folder")),
+    Bad(
+        "a plan of its own onto the data", TRAIN.replace("--plan {plan} ", "").replace("{data}", "{root}/out-plan.json"),
+        ("output_dir: {root}/out-plan.json: is read as data", LOST),
+        lambda files: (files.root / "out-plan.json").write_text("years of work"),
+    ),
+)  # fmt: skip
+
+
+@parametrized(INPUTS)
+def test_outputs_that_are_inputs(row: Bad, files: Files, capfd: pytest.CaptureFixture[str]) -> None:
+    check(row, files, capfd)
 
 
 @parametrized(FLAGS)

@@ -13,8 +13,8 @@ from lazysched.solver.measured import offload_limits
 from lazysched.solver.options import EVERYTHING, EXECUTABLE, LENGTHS, Scope
 from lazysched.solver.pins import parse_pins
 from lazysched.solver.plans import Choices, Found
-from lazysched.solver.search import always
 from lazysched.solver.space import Settings, Space
+from lazysched.solver.stopwatch import always
 from lazysched.solver.window_replay import WindowReplay
 from tests.solver.random_instances import with_two_structures
 from tests.solver.synthetic import tiny_profile

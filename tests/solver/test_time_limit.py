@@ -10,15 +10,17 @@ from typing import Any
 import pytest
 
 from lazysched.errors import InfeasibleError
-from lazysched.schemas import Update
-from lazysched.solver import Solution, explore, outer_search, recipes, solve, stopwatch
+from lazysched.schemas import Tier, Update
+from lazysched.solver import Solution, explore, infeasible, judge, last_resort, outer_search, recipes, solve, stopwatch
 from lazysched.solver.instance import Candidate, Instance
 from lazysched.solver.memory_rows import Budgets
 from lazysched.solver.milp import PlacementProgram
 from lazysched.solver.options import EXECUTABLE
-from lazysched.solver.plans import Choices
+from lazysched.solver.plans import Choices, Found
 from lazysched.solver.recipe_rules import rules_within
 from lazysched.solver.search import improve, simplified
+from lazysched.solver.simulate import Timeline
+from lazysched.solver.space import Budget, Settings, Space
 from lazysched.solver.window_replay import WindowReplay
 from tests.solver.synthetic import tiny_profile
 
@@ -30,6 +32,7 @@ PROFILE = tiny_profile(3, micro_batches=(1, 2))
 PARTS = {
     "best_of_rule": recipes, "count_bound_s": outer_search, "explore": explore, "polished": outer_search,
     "solve": PlacementProgram, "lower_bound_s": PlacementProgram,
+    "simulate": judge,
 }  # fmt: skip
 
 
@@ -61,14 +64,14 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return Clock(monkeypatch)
 
 
-def solved() -> Solution:
+def solved(gpu_bytes: int = GPU_BYTES) -> Solution:
     solution = solve(
-        PROFILE, batch_size=2, gpu_memory_bytes=GPU_BYTES, host_memory_bytes=1000 * MB, time_limit_s=LIMIT_S, gap=0.0
+        PROFILE, batch_size=2, gpu_memory_bytes=gpu_bytes, host_memory_bytes=1000 * MB, time_limit_s=LIMIT_S, gap=0.0
     )
     report = solution.plan.solver
     assert report is not None
     assert 0 < report.bound_s <= report.objective_s == solution.timeline.step_s
-    assert solution.timeline.peak_bytes["gpu"] <= GPU_BYTES
+    assert solution.timeline.peak_bytes["gpu"] <= gpu_bytes
     return solution
 
 
@@ -107,11 +110,79 @@ def test_a_slow_program_is_the_last(clock: Clock) -> None:
     assert clock.calls["solve"] == 1
 
 
+def test_a_slow_simulation_is_the_last(clock: Clock) -> None:
+    clock.takes_s = {"simulate": LIMIT_S}
+    solution = solved()
+    assert clock.calls["simulate"] == 1
+    # Nothing is said of recipes that were not simulated, unless they fit nowhere.
+    assert all(recipe.timeline in (None, solution.timeline) for recipe in solution.recipes)
+    clock.takes_s = {}
+    assert sum(recipe.timeline is not None for recipe in solved().recipes) > 1
+
+
+def test_finalists_are_simulated_until_one_fits(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock.takes_s = {"simulate": LIMIT_S}
+    real, asked = judge.Judge.over_budget, []
+
+    def over_budget(self: judge.Judge, timeline: Timeline) -> dict[Budget, int]:
+        asked.append(timeline)
+        return {"gpu": 1} if len(asked) < 3 else real(self, timeline)
+
+    monkeypatch.setattr(judge.Judge, "over_budget", over_budget)
+    solved()
+    assert clock.calls["simulate"] == 3
+
+
+def test_one_plan_is_simulated_after_an_interrupt(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outer_search.Search, "_explore", interrupted)
+    solution = solved()
+    assert solution.interrupted
+    assert clock.calls["simulate"] == 1
+
+
+def test_the_fastest_that_was_simulated_is_taken_after_an_interrupt(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    simulated: list[int] = []
+
+    def last_round(own: judge.Judge, winner: judge.Judged, _: object) -> None:
+        faster = replace(winner.timeline, step_s=winner.timeline.step_s / 2)
+        with monkeypatch.context() as patch:
+            patch.setattr(judge, "simulate", lambda *_args, **_kwargs: faster)
+            own.simulated(replace(winner.found, candidate=replace(winner.found.candidate, d2h_lag=3)))
+        simulated.append(clock.calls["simulate"])
+        interrupted()
+
+    monkeypatch.setattr(outer_search, "improved", last_round)
+    solution = solved()
+    assert solution.interrupted
+    assert solution.plan.d2h_lag == 3
+    assert [clock.calls["simulate"]] == simulated
+    assert len(solution.recipes) > 1
+
+
+def interrupted(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def test_nothing_is_simulated_twice(clock: Clock) -> None:
+    update = Update(clip_norm=1.0, check_finite=True)
+    budget: dict[Tier, int] = {"gpu": GPU_BYTES, "host": 1000 * MB, "nvme": 0}
+    scope = EXECUTABLE.without_files()
+    space = Space(Settings(PROFILE, 2, budget, ("pinned",), update, "hybrid8", (), scope, LIMIT_S, 0.01, 0))
+    found = Found(Candidate(1, 2), Choices(("streamed",) * 3, (0,) * 3, 0), 1.0)
+    own = judge.Judge(space)
+    assert own.simulated(found) is own.simulated(replace(found, step_s=1.0 + 2**-52))
+    assert clock.calls["simulate"] == 1
+
+
 def test_without_time_and_recipes_a_plan_that_fits_is_found(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     clock.takes_s = {"best_of_rule": LIMIT_S}
     monkeypatch.setattr(recipes, "_best_of_instance", lambda *_: None)
-    assert not [recipe for recipe in solved().recipes if recipe.plan is not None]
+    solution = solved()
+    assert not [recipe for recipe in solution.recipes if recipe.plan is not None]
     assert clock.calls["best_of_rule"] == 1
+    assert solution.plan.accumulation == 1  # of what fits, the step of fewest operations
 
 
 def test_where_no_bound_is_finite_nothing_is_tried(clock: Clock) -> None:
@@ -138,7 +209,8 @@ def test_a_proof_is_given_up_unless_a_gap_was_asked_for(clock: Clock) -> None:
 
 
 def test_a_bound_holds_for_the_whole_budget_though_less_of_it_was_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = solved().plan.solver
+    gpu_bytes = 60 * MB
+    whole = solved(gpu_bytes).plan.solver
     real, tightened = outer_search.Search._winner, []
 
     def tightening(search: outer_search.Search) -> Any:
@@ -149,12 +221,42 @@ def test_a_bound_holds_for_the_whole_budget_though_less_of_it_was_used(monkeypat
         return None
 
     monkeypatch.setattr(outer_search.Search, "_winner", tightening)
-    less = solved().plan.solver
+    less = solved(gpu_bytes).plan.solver
     assert whole is not None
     assert less is not None
     small_terms = 2e-5  # that break ties in the program's objective, as a share of the step
     assert less.objective_s > whole.objective_s * (1 + 2 * small_terms)
     assert less.bound_s <= whole.objective_s * (1 + small_terms)
+
+
+def test_remedies_share_as_much_time_as_the_search_had(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No descent finds anything here, and every program runs to its limit."""
+    real = infeasible.solve_problem
+
+    def slow(*args: Any, time_limit_s: float, **kwargs: Any) -> Any:
+        clock.now_s += time_limit_s
+        return real(*args, time_limit_s=LIMIT_S, **kwargs)
+
+    def refused(time_limit_s: float) -> tuple[InfeasibleError, float]:
+        begun_s = clock.now_s
+        budgets = {"gpu_memory_bytes": 20 * MB, "host_memory_bytes": 20 * MB}
+        with pytest.raises(InfeasibleError) as refused:
+            solve(PROFILE, batch_size=8, optimizer_state="fp32", time_limit_s=time_limit_s, **budgets)
+        return refused.value, clock.now_s - begun_s
+
+    monkeypatch.setattr(infeasible, "solve_problem", slow)
+    monkeypatch.setattr(infeasible, "nearest", lambda *_: None)
+    monkeypatch.setattr(infeasible, "_TIME_LIMIT_S", 50.0)
+    error, took_s = refused(1.0)
+    assert took_s <= last_resort.LEAST_S + 0.1
+    assert error.missing_bytes == {}
+    assert str(error).endswith(
+        "memory; not worked out in the time: more gpu memory, more memory of both; a longer --time-limit may name more"
+    )
+    error, took_s = refused(1000.0)
+    assert took_s > last_resort.LEAST_S
+    assert error.missing_bytes
+    assert "not worked out" not in str(error)
 
 
 def test_descent_stops_where_it_is() -> None:
