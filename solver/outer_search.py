@@ -49,6 +49,8 @@ EXECUTED_SHARE = 0.4
 """Of the time limit, for plans that are executed where others are looked for too."""
 LAST_SHARE = 0.1
 """Of the time limit, for judging and the last round: the other parts end so much earlier."""
+OWN_GAP = 0.9
+"""Of the gap, to which a program is solved: its own step may be a little above the simulation's."""
 MIN_PROOF_S, PROOF_SHARE = 2.0, 0.5
 """Time for the proof: at least the first, otherwise this share of what the search before it took."""
 
@@ -233,7 +235,7 @@ class Search:
         """Solve a combination's program from its best plan; descent goes on from what is found."""
         own = self.found.get(candidate)
         outcome = program.solve(
-            gap=self.settings.gap,
+            gap=OWN_GAP * self.settings.gap,
             time_limit_s=time_limit_s,
             seed=self.settings.seed,
             start=own.choices if own else None,
