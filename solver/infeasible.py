@@ -107,12 +107,10 @@ class Question:
 
     def over_bytes(self, closest: Closest) -> dict[str, int]:
         """By how much the lowered plan exceeds each tier, and what can be page-locked; empty when it fits."""
-        plan = make_plan(closest.instance, closest.choices, budget_bytes=self.budget_bytes)
-        program = lower(plan, self.profile.stages)
-        peaks = peak_bytes(program, self.profile, plan.micro_batch)
-        over = {str(tier): peaks[tier] - self.budget_bytes[tier] for tier in peaks}
+        used = closest.used_bytes
+        over = {str(tier): used[tier] - size for tier, size in self.budget_bytes.items()}
         if self.profile.pin_limit_bytes is not None:
-            over["pinned"] = pinned_bytes(program) - self.profile.pin_limit_bytes
+            over["pinned"] = used["pinned"] - self.profile.pin_limit_bytes
         return {name: size for name, size in over.items() if size > 0}
 
 
@@ -123,6 +121,15 @@ class Closest:
     instance: Instance
     choices: Choices
     missing_gb: float
+
+    @cached_property
+    def used_bytes(self) -> dict[str, int]:
+        """Peak of each tier, and what is page-locked, in the lowered plan, which takes a while with many operations."""
+        profile = self.instance.profile
+        plan = make_plan(self.instance, self.choices, budget_bytes={})
+        program = lower(plan, profile.stages)
+        peaks = {str(tier): size for tier, size in peak_bytes(program, profile, plan.micro_batch).items()}
+        return {**peaks, "pinned": pinned_bytes(program)}
 
 
 @dataclass(frozen=True)

@@ -85,7 +85,7 @@ def remedies(question: Question) -> Advice:
     quick ones left.
     """
     found: dict[str, Remedy] = {}
-    waiting = list(_WAYS)
+    waiting = [name for name in _WAYS if name not in _NEEDS or _NEEDS[name](question)]
     for _ in range(2):
         ways, waiting = waiting, []
         for count, name in enumerate(ways):
@@ -142,10 +142,6 @@ def _more_memory(question: Question, tiers: Sequence[Tier]) -> MoreMemory | None
 
 def _files(question: Question) -> MoreMemory | None:
     """More of files alone, in the first scope that has them."""
-    try:
-        check_file_links(question.profile)
-    except UsageError:  # not measured, so that no plan can be made with them
-        return None
     scope = next(scope for scope in (question.scope, EXECUTABLE, EVERYTHING) if scope.has_files)
     scope = replace(scope, segments=question.scope.segments)
     remedy = _more_memory(replace(question, scope=scope), ["nvme"])
@@ -221,14 +217,29 @@ def _largest(low: int, high: int, works: Callable[[int], bool]) -> int | None:
 
 
 def _smaller_state(question: Question) -> SmallerState | None:
-    if question.state_format == "hybrid8":
-        return None
-    other = replace(question, state_format="hybrid8")
+    sought = fitting(replace(question, state_format="hybrid8"))
+    return SmallerState("hybrid8") if sought.nearest is not None else None
+
+
+# ---- what there is
+
+
+def _has_file_links(question: Question) -> bool:
+    """Otherwise they were not measured, and no plan can be made with them."""
     try:
-        check_profile(other.profile, "hybrid8", host_memories(other.profile, other.budget_bytes["host"]))
+        check_file_links(question.profile)
+    except UsageError:
+        return False
+    return True
+
+
+def _has_smaller_state(question: Question) -> bool:
+    profile = question.profile
+    try:
+        check_profile(profile, "hybrid8", host_memories(profile, question.budget_bytes["host"]))
     except UsageError:  # not measured, so that no plan can be made with it
-        return None
-    return SmallerState("hybrid8") if fitting(other).nearest is not None else None
+        return False
+    return question.state_format != "hybrid8"
 
 
 EACH, BOTH = ("more gpu memory", "more host memory"), "more memory of both"
@@ -241,3 +252,9 @@ _WAYS: dict[str, Callable[[Question], Remedy | None]] = {
     "a smaller optimizer state": _smaller_state,
 }
 """What may help, in words and in the order in which it is worked out and told."""
+_NEEDS: dict[str, Callable[[Question], bool]] = {
+    "files": _has_file_links,
+    "a smaller batch": lambda question: question.batch_size > min(usable_micro_batches(question.profile)),
+    "a smaller optimizer state": _has_smaller_state,
+}
+"""Where something does not always come into question: when it does."""

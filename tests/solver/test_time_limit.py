@@ -10,8 +10,19 @@ from typing import Any
 import pytest
 
 from lazysched.errors import InfeasibleError
-from lazysched.schemas import Tier, Update
-from lazysched.solver import Solution, explore, infeasible, judge, last_resort, outer_search, recipes, solve, stopwatch
+from lazysched.schemas import Profile, StateFormat, Tier, Update
+from lazysched.solver import (
+    Solution,
+    explore,
+    infeasible,
+    judge,
+    last_resort,
+    outer_search,
+    recipes,
+    remedies,
+    solve,
+    stopwatch,
+)
 from lazysched.solver.instance import Candidate, Instance
 from lazysched.solver.memory_rows import Budgets
 from lazysched.solver.milp import PlacementProgram
@@ -23,6 +34,7 @@ from lazysched.solver.simulate import Timeline
 from lazysched.solver.space import Budget, Settings, Space
 from lazysched.solver.window_replay import WindowReplay
 from tests.solver.synthetic import tiny_profile
+from tests.solver.test_file_plans import FAST, with_files
 
 MB = 10**6
 RULES = rules_within(EXECUTABLE)
@@ -257,6 +269,22 @@ def test_remedies_share_as_much_time_as_the_search_had(clock: Clock, monkeypatch
     assert took_s > last_resort.LEAST_S
     assert error.missing_bytes
     assert "not worked out" not in str(error)
+
+
+def test_only_what_comes_into_question_is_told_as_not_worked_out() -> None:
+    def not_worked_out(profile: Profile, batch_size: int, state_format: StateFormat) -> list[str]:
+        budget: dict[Tier, int] = {"gpu": MB, "host": MB, "nvme": 0}
+        scope = EXECUTABLE.without_files()
+        space = Space(
+            Settings(profile, batch_size, budget, ("pinned",), Update(), state_format, (), scope, LIMIT_S, 0.01, 0)
+        )
+        question = infeasible.Question(profile, batch_size, budget, state_format, scope, space.make_instance, 0)
+        return remedies.remedies(question.within(0.0)).not_worked_out
+
+    memory = ["more gpu memory", "more host memory", "more memory of both"]
+    assert not_worked_out(PROFILE, 1, "hybrid8") == memory
+    everything = [*memory, "files", "a smaller batch", "a smaller optimizer state"]
+    assert not_worked_out(with_files(PROFILE, FAST), 2, "fp32") == everything
 
 
 def test_descent_stops_where_it_is() -> None:
