@@ -121,10 +121,12 @@ class Search:
         limit_s = EXECUTED_SHARE * self.watch.remaining_s
         first = Search(replace(settings, scope=EXECUTABLE.without_files(), time_limit_s=limit_s), self.report)
         first.space.withheld_bytes = self.space.withheld_bytes
-        if first.space.combinations():
-            first.search_options()
-        for found in first.found.values():
-            self._keep_own(found, first.space)
+        try:
+            if first.space.combinations():
+                first.search_options()
+        finally:  # after Ctrl-C too
+            for found in first.found.values():
+                self._keep_own(found, first.space)
         for rule, best in first.recipes.compared.items():
             transferred = best and self.space.transferred(best, first.space.instance(best.candidate))
             self.recipes.compared[rule] = transferred

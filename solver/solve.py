@@ -55,7 +55,8 @@ def solve(
         check_finite: skip steps whose gradient is not finite; False, which needs no clipping, lets updates start during
             the backward.
         optimizer_state: ``hybrid8`` has 8-bit moments, ``fp32`` is the exact reference.
-        time_limit_s: wall-clock seconds for the search.
+        time_limit_s: wall-clock seconds for the search. A simulation that has begun comes to its end, and saying why
+            nothing fits may take as long again, five seconds at least.
         gap: a plan within this share of the lower bound is good enough, and the time limit is used up to prove it.
             None: 1 %, and a proof that takes half as long again as the search for plans is given up.
         seed: of the search and of HiGHS; the same seed gives the same plan unless a wall-clock limit cut in.

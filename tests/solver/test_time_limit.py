@@ -152,6 +152,14 @@ def test_one_plan_is_simulated_after_an_interrupt(clock: Clock, monkeypatch: pyt
     assert clock.calls["simulate"] == 1
 
 
+def test_an_interrupt_keeps_what_the_search_of_executed_plans_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outer_search.Search, "_explore", interrupted)
+    profile = with_files(PROFILE, FAST)
+    assert solve(
+        profile, batch_size=2, nvme_bytes=1000 * MB, gpu_memory_bytes=GPU_BYTES, executable_only=False
+    ).interrupted
+
+
 def test_the_fastest_that_was_simulated_is_taken_after_an_interrupt(
     clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
