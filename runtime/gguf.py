@@ -14,6 +14,7 @@ import transformers
 
 from lazysched.errors import RunError, UsageError
 from lazysched.runtime.checkpoint import write_folder
+from lazysched.runtime.machine import give_back_heap
 
 
 def convert_gguf(path: Path, cache_dir: Path) -> Path:
@@ -39,6 +40,7 @@ def convert_gguf(path: Path, cache_dir: Path) -> Path:
         raise UsageError(f"{cache_dir}: cannot be made ({error.strerror}); set XDG_CACHE_HOME") from None
     with tempfile.TemporaryDirectory() as beside:
         _write(_load(path, Path(beside)), folder, Path(beside))
+    give_back_heap()
     return folder
 
 

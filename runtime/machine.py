@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import hashlib
 import os
 import platform
 import re
+import sys
 from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
@@ -78,6 +80,14 @@ def claim(device: torch.device, planned_bytes: int, planned_context_bytes: int =
     outside_bytes = max(context_bytes(device), planned_context_bytes)
     missing_bytes = planned_bytes - outside_bytes - torch.cuda.memory_reserved(device)
     torch.empty(max(0, missing_bytes), dtype=torch.uint8, device=device)
+
+
+def give_back_heap() -> None:
+    """Return to the system what was freed; glibc keeps much of a model's smaller tensors, by chance more or less."""
+    if sys.platform == "linux":
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # other C libraries have none
+        if trim is not None:
+            trim(0)
 
 
 def rss_bytes() -> int:
