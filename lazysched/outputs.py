@@ -27,6 +27,16 @@ def require_folder_of(output: Path, flag: str = "--output") -> None:
         raise UsageError(f"{flag}: {output} is a folder; name a file")
 
 
+def require_page(output: Path, flag: str = "--output") -> None:
+    """Refuse a name by which a page would be opened as something else.
+
+    Raises:
+        UsageError: it does not end as HTML's do.
+    """
+    if output.suffix.lower() not in (".html", ".htm"):
+        raise UsageError(f"{flag}: {output}: an HTML page is written; name it {output.with_suffix('.html').name}")
+
+
 def require_no_input(output: Path, inputs: Mapping[str, str | Path | None], flag: str = "--output") -> None:
     """Refuse an output that would replace what the command reads, whatever the path is spelled like.
 

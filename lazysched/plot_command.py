@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from lazysched.errors import UsageError
-from lazysched.outputs import require_folder_of, require_no_input
+from lazysched.outputs import require_folder_of, require_no_input, require_page
 from lazysched.plan_commands import profile_in
 from lazysched.schemas import Plan
 
@@ -26,6 +26,7 @@ def plot(
     """Draw a plan as one page: a step on the engines, memory over time, decisions by stage."""
     require_folder_of(output)
     require_no_input(output, {"PLAN": plan_file, "--profile": profile_file})
+    require_page(output)
     plan = Plan.load(plan_file)
     profile = None if profile_file is None else profile_in(profile_file)
     try:

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from lazysched.errors import LazyschedError, UsageError
 from lazysched.lines import say
-from lazysched.outputs import require_folder_of, require_no_input
+from lazysched.outputs import require_folder_of, require_no_input, require_page
 from lazysched.schemas.run import REPORT_FILE
 
 
@@ -26,6 +26,7 @@ def report(
     if output is not None:
         require_folder_of(output)
         require_no_input(output, {"OUTPUT_DIR": folder})
+        require_page(output)
     _save(target, folder)
     typer.echo(f"wrote {target}")
 

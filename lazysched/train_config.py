@@ -6,7 +6,7 @@ Names are those of transformers' Trainer; what other tools call the same is take
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -36,6 +36,8 @@ PLANNED = (
 """What a plan decides."""
 _RUNS_CODE = "trust_remote_code"
 """The setting by which other tools run Python files that lie beside weights."""
+MOST_TOLD = 20
+"""Keys that mean nothing, in one error."""
 NEEDED = ("model", "data", "output_dir")
 
 
@@ -123,6 +125,19 @@ class TrainConfig(Schema):
     @classmethod
     def _paths_are_text(cls, value: Any) -> Any:
         return str(value) if isinstance(value, Path) else value
+
+    @field_validator("plan", "output_dir", "trace")
+    @classmethod
+    def _home_is_meant(cls, value: str | None) -> str | None:
+        """A shell would have replaced ``~``, a configuration file does not."""
+        return str(Path(value).expanduser()) if value is not None and value.startswith("~") else value
+
+    @field_validator("output_dir")
+    @classmethod
+    def _folder_of_its_own(cls, value: str) -> str:
+        if Path.cwd().is_relative_to(Path(value).resolve()):
+            raise ValueError("holds the folder that you are in, and a run replaces it whole; name another")
+        return value
 
     @field_validator("report_to", mode="before")
     @classmethod
@@ -223,7 +238,11 @@ def read_config(path: Path) -> dict[str, Any]:
         raise UsageError(f"{path}: holds no settings; write lines as learning_rate: 1e-5")
     found: dict[str, Any] = {}
     values = {str(key): value for key, value in read.items()}
-    for key, name in [(key, _field_of(key, path)) for key in written]:
+    unknown = [key for key in written if _field_of(key) is None]
+    if unknown:
+        raise UsageError(f"{path}: {_unknown(unknown)}")
+    for key, name in [(key, _field_of(key)) for key in written]:
+        assert name is not None
         if name in found:
             raise UsageError(f"{path}: {key}: says {name} once more; keep one of them")
         found[name] = values[key]
@@ -243,14 +262,28 @@ def _parsed(text: str) -> tuple[Any, list[str]]:
         loader.dispose()
 
 
-def _field_of(key: str, path: Path) -> str:
+def _field_of(key: str) -> str | None:
+    """The field that a key of a file means, if any."""
     spelled = key.replace("-", "_")
     name = ALIASES.get(spelled, spelled)
-    if name not in TrainConfig.model_fields:
-        known = [*TrainConfig.model_fields, *ALIASES]
-        if spelled == _RUNS_CODE:
-            raise UsageError(f"{path}: {key}: lazysched runs no code out of a model's folder; remove it")
-        near = difflib.get_close_matches(spelled, known, n=1, cutoff=0.7)
-        remedy = f"did you mean {near[0]}?" if near else "remove it; `lazysched train --help` lists what there is"
-        raise UsageError(f"{path}: {key}: unknown setting; {remedy}")
-    return name
+    return name if name in TrainConfig.model_fields else None
+
+
+def _unknown(keys: Sequence[str]) -> str:
+    """One line on all keys that mean nothing here, each with the nearest that does."""
+    near = {key: _nearest(key) for key in keys}
+    if _RUNS_CODE in (key.replace("-", "_") for key in keys):
+        return f"{', '.join(keys)}: unknown; remove them: lazysched runs no code out of a model's folder"
+    if len(keys) > 1:
+        told = [f"{key} (did you mean {name}?)" if name else key for key, name in near.items()]
+        more = [f"{len(told) - MOST_TOLD} more"] if len(told) > MOST_TOLD else []
+        listed = ", ".join([*told[:MOST_TOLD], *more])
+        return f"unknown settings: {listed}; remove or rename them, `lazysched train --help` lists what there is"
+    ((key, name),) = near.items()
+    remedy = f"did you mean {name}?" if name else "remove it; `lazysched train --help` lists what there is"
+    return f"{key}: unknown setting; {remedy}"
+
+
+def _nearest(key: str) -> str | None:
+    known = [*TrainConfig.model_fields, *ALIASES]
+    return next(iter(difflib.get_close_matches(key.replace("-", "_"), known, n=1, cutoff=0.7)), None)

@@ -58,7 +58,7 @@ ROWS = (
         holding("model: !!python/object/apply:os.mkdir [pwned]\n"),
     ),
     Bad(
-        "aliases that grow", COMMAND, ("{settings}", "a0: unknown setting"),
+        "aliases that grow", COMMAND, ("{settings}", "unknown settings: a0, a1"),
         holding("a0: &a0 [x,x,x,x,x,x,x,x,x]\n" + "".join(
             f"a{i}: &a{i} [{','.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 12)
         ) + "model: *a11\n"),
@@ -70,6 +70,14 @@ ROWS = (
     ),
     Bad("a number as key", COMMAND, ("{settings}", "5: unknown setting"), holding("5: 1\n")),
     changed("slip of the pen", ("learning_rat: unknown setting", "did you mean learning_rate?"), learning_rat=1e-5),
+    changed(
+        "keys of another tool", ("unknown settings: do_train, save_step (did you mean save_steps?), stage; ", "--help"),
+        stage="sft", do_train=True, save_step=10,
+    ),
+    changed("code beside a model", ("trust_remote_code: unknown", "runs no code"), trust_remote_code=True),
+    changed("the folder that one is in", ("output_dir", "you are in", "name another"), output_dir="."),
+    changed("one above it", ("output_dir", "you are in", "name another"), output_dir=".."),
+    changed("the root", ("output_dir", "you are in", "name another"), output_dir="/"),
     changed("unknown key", ("deepspeed: unknown setting", "remove it", "--help"), deepspeed="ds_z3.json"),
     changed("code of a model", ("trust_remote_code", "runs no code out of a model's folder"), trust_remote_code=True),
     Bad("no model", COMMAND, ("model: missing", "--model"), with_changes(model=None)),

@@ -48,6 +48,16 @@ def test_a_flag_that_repeats_the_default_wins_too(run: Calls) -> None:
     assert (run["learning_rate"], run["seed"]) == (2e-5, 42)
 
 
+def test_a_files_tilde_is_the_home_folder(run: Calls, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    home = tmp_path / "home"
+    home.mkdir()
+    Path("plan.json").rename(home / "plan.json")
+    monkeypatch.setenv("HOME", str(home))
+    Path("c.yaml").write_text(SETTINGS.replace(": out", ": ~/out").replace(": plan.json", ": ~/plan.json"))
+    assert main(["train", "c.yaml"]) == 0
+    assert run["output_dir"] == str(home / "out")
+
+
 def test_flags_alone_suffice_under_either_name(run: Calls) -> None:
     flags = ["--plan", "plan.json", "--model_name_or_path", "m", "--dataset", "d.jsonl", "--output_dir", "out"]
     assert main(["train", *flags]) == 0
