@@ -74,8 +74,8 @@ def fixed_fields(plan: Plan, dataset: Dataset, seed: int, group_by_length: bool)
 
 
 def plan_sha256(plan: Plan) -> str:
-    """Hash of all that a plan says."""
-    return hashlib.sha256(plan.model_dump_json().encode()).hexdigest()
+    """Hash of all that a plan says of a run, but for how it was found and what was predicted of it."""
+    return hashlib.sha256(plan.model_dump_json(exclude={"solver", "predicted", "profile"}).encode()).hexdigest()
 
 
 def differences(before: Mapping[str, Value], now: Mapping[str, Value]) -> list[tuple[str, Value, Value]]:

@@ -21,7 +21,8 @@ from lazysched.errors import UsageError
 from lazysched.runtime import checkpoint_folders, saving
 from lazysched.runtime.checkpoint_folders import check_checkpoint, checkpoint_steps
 from lazysched.runtime.resuming import choose_checkpoint
-from lazysched.schemas import Dtype, Plan, StateFormat, Tier
+from lazysched.runtime.training_state import plan_sha256
+from lazysched.schemas import Dtype, Plan, Prediction, StateFormat, Tier
 from tests.end_to_end.small_runs import SmallRun, at_step, log_of, weights_of
 from tests.end_to_end.test_bad_input import one_line
 from tests.end_to_end.tiny_folder import make_model
@@ -44,6 +45,13 @@ def cut(whole: Path, tmp_path: Path) -> Path:
     for step in (1, 2, 3, 4):
         shutil.copytree(whole / f"checkpoint-{step}", tmp_path / "out" / f"checkpoint-{step}")
     return tmp_path / "out"
+
+
+def test_a_plan_that_was_found_again_is_no_other_plan(plan: Plan) -> None:
+    prediction = Prediction(step_s=9.0, exposed_s={}, moved_bytes={}, peak_bytes={"gpu": 1, "host": 1, "nvme": 0})
+    again = plan.model_copy(update={"predicted": prediction})
+    other = plan.model_copy(update={"prefetch_depth": plan.prefetch_depth + 1})
+    assert plan_sha256(again) == plan_sha256(plan) != plan_sha256(other)
 
 
 ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
