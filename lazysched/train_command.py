@@ -10,14 +10,15 @@ from rich.console import Console
 from rich.table import Table
 
 from lazysched import data_commands
-from lazysched.lines import say
+from lazysched.errors import UsageError
+from lazysched.lines import say, warn
 from lazysched.outputs import require_no_input
 from lazysched.own_plan import make_plan, plan_path
 from lazysched.report_command import end_report
 from lazysched.schemas import Plan
 from lazysched.train_config import TrainConfig, resolve
 from lazysched.trainable import trained_share
-from lazysched.units import format_bytes
+from lazysched.units import format_bytes, format_seconds
 
 
 def train(
@@ -123,6 +124,7 @@ def train(
     else:
         schedule = Plan.load(settings.plan)
         settings.check_plan(schedule)
+        schedule = _with_own_prediction(schedule, console)
     if settings.plan is not None and settings.per_device_train_batch_size is not None:
         split = f"a step of {schedule.batch_size} rows goes in {schedule.accumulation} times {schedule.micro_batch}"
         console.print(f"{split}, as the plan says", highlight=False)
@@ -154,6 +156,29 @@ def _refuse_inputs(config: Path | None, settings: TrainConfig) -> None:
         require_no_input(plan_path(settings), inputs, "output_dir")
     if Path(settings.output_dir).is_dir():
         require_no_input(Path(settings.output_dir), inputs, "output_dir")
+
+
+def _with_own_prediction(plan: Plan, console: Console) -> Plan:
+    """``plan``, simulated anew where what it predicts is of another: of itself before it was edited by hand."""
+    if plan.profile is None or plan.predicted is None:
+        return plan
+    from lazysched.solver import simulate_plan
+    from lazysched.solver.simulate_report import stale_fields
+
+    try:
+        timeline = simulate_plan(plan)
+    except UsageError as error:  # a run can do without what its profile lacks
+        warn(console, f"what the plan predicts was not checked: {error}")
+        return plan
+    stale = stale_fields(plan.predicted, timeline)
+    if not stale:
+        return plan
+    step = format_seconds(timeline.step_s)
+    say(
+        console,
+        f"the plan was edited since it was simulated ({', '.join(stale)} differ): now it predicts {step} a step",
+    )
+    return plan.model_copy(update={"predicted": timeline.prediction()})
 
 
 def _is_given(context: typer.Context, name: str) -> bool:

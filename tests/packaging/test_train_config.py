@@ -11,8 +11,10 @@ import yaml
 from lazysched.cli import main
 from lazysched.runtime import reporters
 from lazysched.schemas import Plan, Prediction
+from lazysched.solver import simulate_plan, solve
 from lazysched.train_config import ALIASES, NEEDED, PLANNED, TrainConfig, read_config
 from tests.packaging.test_cli import PLAN, Calls, refused, replace_module
+from tests.solver.synthetic import tiny_profile
 
 SETTINGS = "model_name_or_path: m\ndataset: d.jsonl\noutput-dir: out\nplan: plan.json\nlearning_rate: 1e-5\nseed: 7\n"
 RESULT = SimpleNamespace(
@@ -56,6 +58,23 @@ def test_a_files_tilde_is_the_home_folder(run: Calls, tmp_path: Path, monkeypatc
     Path("c.yaml").write_text(SETTINGS.replace(": out", ": ~/out").replace(": plan.json", ": ~/plan.json"))
     assert main(["train", "c.yaml"]) == 0
     assert run["output_dir"] == str(home / "out")
+
+
+def test_a_plan_that_was_edited_is_predicted_anew(run: Calls, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also one trains whose profile lacks a figure."""
+    profile = tiny_profile(3, micro_batches=(1, 2))
+    solved = solve(profile, batch_size=2, gpu_memory_bytes=10**9, host_memory_bytes=10**9).plan
+    solved.save("plan.json")
+    assert main(["train", "c.yaml"]) == 0
+    assert "edited" not in capsys.readouterr().out
+    edited = solved.model_copy(update={"batch_size": 4, "accumulation": 2 * solved.accumulation})
+    edited.save("plan.json")
+    assert main(["train", "c.yaml"]) == 0
+    assert "the plan was edited since it was simulated (step_s" in " ".join(capsys.readouterr().out.split())
+    assert run.positional[0].predicted == simulate_plan(edited).prediction()
+    edited.model_copy(update={"profile": profile.model_copy(update={"update": {}})}).save("plan.json")
+    assert main(["train", "c.yaml"]) == 0
+    assert "was not checked" in capsys.readouterr().out
 
 
 def test_flags_alone_suffice_under_either_name(run: Calls) -> None:
