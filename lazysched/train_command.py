@@ -11,7 +11,7 @@ from rich.table import Table
 
 from lazysched import data_commands
 from lazysched.errors import UsageError
-from lazysched.lines import say, warn
+from lazysched.lines import say
 from lazysched.outputs import require_no_input
 from lazysched.own_plan import make_plan, plan_path
 from lazysched.report_command import end_report
@@ -167,9 +167,8 @@ def _with_own_prediction(plan: Plan, console: Console) -> Plan:
 
     try:
         timeline = simulate_plan(plan)
-    except UsageError as error:  # a run can do without what its profile lacks
-        warn(console, f"what the plan predicts was not checked: {error}")
-        return plan
+    except UsageError:  # what its profile lacks may not keep it from running; the run says what does
+        return plan.model_copy(update={"predicted": None})
     stale = stale_fields(plan.predicted, timeline)
     if not stale:
         return plan

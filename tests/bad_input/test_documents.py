@@ -19,6 +19,7 @@ from tests.bad_input.files import Files, edit
 Spoil = Callable[[Files], object]
 Change = Callable[[dict[str, Any]], object]
 SUMMARY = "{data}: 24 of 24 rows"
+EDITED = "the plan was edited since it was simulated"
 SIMULATE, EXPLAIN, PLOT = "simulate {plan}", "explain {plan} --time-limit 0", "plot {plan} -o {root}/page.html"
 REFINE = "profile --from-run {run} --profile {profile} -o {root}/new.json"
 
@@ -88,7 +89,7 @@ PLAN_ROWS = (
     Bad("no stages", TRAIN, ("stages",), plan(lambda d: d.update(stages={})), shown=SUMMARY),
     Bad("neither variants nor profile", SIMULATE, ("profile: null", "--profile"), plan(lambda d: d.update(variants={}, profile=None))),
     Bad("another model", TRAIN, ("plan: model_id: solved for nobody", "profile and solve"), plan(lambda d: d.update(model_id="nobody")), shown=SUMMARY),
-    Bad("another length", TRAIN, ("plan: stages.block.0.save", "bytes of input", "profile and solve again"), plan(lambda d: d.update(seq_len=16)), shown=SUMMARY),
+    Bad("another length", TRAIN, ("plan: stages.block.0.save", "bytes of input", "profile and solve again"), plan(lambda d: d.update(seq_len=16)), shown=EDITED),
     Bad("packed bytes without packing", TRAIN, ("packing is false and argument_bytes 5",), plan(lambda d: d.update(argument_bytes=5))),
     Bad("a loss in no tokens", TRAIN, ("{plan}: loss_chunk_tokens: is 0",), plan(lambda d: d.update(loss_chunk_tokens=0))),
     Bad("attention that there is not", TRAIN, ("{plan}: attention: is 'flesh'",), plan(lambda d: d.update(attention="flesh"))),
@@ -245,7 +246,7 @@ CHECKPOINT_ROWS = (
     Bad("another seed", f"{FROM} --seed 5", ("seed: 5", "made with 42", "--seed 42"), shown="resuming from {checkpoint}"),
     Bad("other data", FROM.replace("{data}", "{sums}"), ("data: ", "was made with", "--data"), shown="resuming from {checkpoint}"),
     Bad("fewer steps than there were", FROM.replace("--max-steps 4", "--max-steps 1"), ("max_steps: 1 is less than the 2 steps", "--max-steps 2"), shown="resuming from {checkpoint}"),
-    Bad("another plan", FROM, ("batch_size: 2", "made with 4"), plan(lambda d: d.update(batch_size=2, accumulation=d["accumulation"] // 2)), shown="resuming from {checkpoint}"),
+    Bad("another plan", FROM, ("batch_size: 2", "made with 4"), plan(lambda d: d.update(batch_size=2, accumulation=d["accumulation"] // 2)), shown=EDITED),
 )  # fmt: skip
 
 
