@@ -35,7 +35,8 @@ class Calls(dict[str, Any]):
 
     def __init__(self, result: object = None, error: BaseException | None = None) -> None:
         super().__init__()
-        self.result, self.error, self.positional = result, error, ()
+        self.result, self.error = result, error
+        self.positional: tuple[Any, ...] = ()
 
     def __call__(self, *positional: Any, **keywords: Any) -> object:
         self.positional = positional
