@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 import networkx as nx
 
 from lazysched.runtime.model import Model
-from lazysched.schemas import Dtype, Op, Plan, Program, SaveVariant, StagePlan, Update
+from lazysched.schemas import Dtype, Op, Plan, Program, SaveVariant, StagePlan, Tier, Update
 
 Case = tuple[Plan, bool, float | None]
 """A plan, whether the model is tied, and the norm to clip to."""
@@ -36,6 +36,7 @@ KINDS: list[Kind] = [
     ("compute: forward", "d2h: save", 0),
     ("d2h: save", "compute: forward", 0),
     ("d2h: save", "compute: loss", 0),
+    ("d2h: save", "compute: backward", 0),
     ("d2h: save", "h2d: fetch", 0),
     ("h2d: fetch", "compute: backward", 0),
     ("compute: backward", "h2d: fetch", 0),
@@ -53,14 +54,23 @@ KINDS: list[Kind] = [
 HARMLESS: Kind = ("cpu: update", "d2h: scale copy", 1)
 """Each step has its own ``host/scale``, which the program counts as one buffer."""
 
-PLACES = [
-    # tied, accumulation, clip_norm, depth, lag, save, tier, place of each stage: s streamed, g all on the GPU,
+SAVED: dict[str, tuple[str, Tier | None, Tier]] = {
+    "all on host": ("all", "host", "host"), "all on gpu": ("all", "gpu", "gpu"),
+    "all but input on host": ("all", "host", "gpu"),
+    "input on host": ("input", None, "host"), "input on gpu": ("input", None, "gpu"),
+}  # fmt: skip
+"""Variant, tier of what it saves beside the input, and tier of the input."""
+
+PLACES: list[tuple[bool, int, float | None, int, int, tuple[str, ...], str]] = [
+    # tied, accumulation, clip_norm, depth, lag, what blocks save, place of each stage: s streamed, g all on the GPU,
     # h resident with its state on the host
-    (False, 2, 0.5, 1, 0, "all", "host", "sssss"),
-    (True, 1, 0.5, 1, 1, "input", "host", "sssss"),
-    (False, 1, 0.5, 1, 0, "all", "gpu", "sssss"),
-    (True, 2, 0.5, 1, 0, "all", "gpu", "ggggg"),
-    (False, 1, None, 1, 0, "all", "gpu", "ggggh"),
+    (False, 2, 0.5, 1, 0, ("all on host",) * 3, "sssss"),
+    (True, 1, 0.5, 1, 1, ("input on host",) * 3, "sssss"),
+    (False, 1, 0.5, 1, 0, ("all on gpu",) * 3, "sssss"),
+    (True, 2, 0.5, 1, 0, ("all on gpu",) * 3, "ggggg"),
+    (False, 1, None, 1, 0, ("all on gpu",) * 3, "ggggh"),
+    # A gradient takes the slot of the first block's input while that may still be on its way to the host.
+    (False, 1, 0.5, 1, 0, ("input on host", "all but input on host", "input on gpu"), "sssss"),
 ]
 
 
@@ -69,7 +79,8 @@ def fixed_plans(
     seq_len: int, chunk_tokens: int, fp32_elements: int,
 ) -> Iterator[Case]:  # fmt: skip
     """Plans of a model of three blocks that between them have every kind of edge."""
-    for tied, accumulation, clip_norm, depth, lag, save, tier, places in PLACES:
+    for tied, accumulation, clip_norm, depth, lag, blocks, places in PLACES:
+        saves = iter(blocks)
         model, variants = model_of(tied)
         stages = {}
         for stage, place in zip(model.stages, places, strict=True):
@@ -78,9 +89,11 @@ def fixed_plans(
                 state="gpu" if place == "g" else "host",
                 state_format="hybrid8",
             )
-            saved = {"intermediates": tier} if save == "all" else {}
-            block = {"save": save, "saved_tiers": saved, "input_tier": tier} if stage.is_block else {}
-            stages[stage.id] = choice.model_copy(update=block)
+            if stage.is_block:
+                save, tier, input_tier = SAVED[next(saves)]
+                saved = {} if tier is None else {"intermediates": tier}
+                choice = choice.model_copy(update={"save": save, "saved_tiers": saved, "input_tier": input_tier})
+            stages[stage.id] = choice
         plan = Plan(
             model_id=model.model_id, hardware_id="any", compute_dtype=compute_dtype, micro_batch=micro_batch,
             batch_size=micro_batch * accumulation, seq_len=seq_len, accumulation=accumulation, prefetch_depth=depth,

@@ -137,7 +137,7 @@ def test_commands_bind_unless_told_not_to(tmp_path: Path, monkeypatch: pytest.Mo
         raise KeyboardInterrupt
 
     class Loaded:
-        trainable = ()
+        trainable, profile, predicted = (), None, None
 
         @staticmethod
         def load(path: str) -> Loaded:
