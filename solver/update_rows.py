@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 import pulp
 
 from lazysched.solver.decisions import Expression
-from lazysched.solver.options import ON_HOST
 from lazysched.solver.window_durations import ZERO
 
 if TYPE_CHECKING:
@@ -33,11 +32,7 @@ def _add_late(rows: TimeRows) -> None:
     rows.problem += rows.te >= rows.compute_end(rows.num_windows - 1)
     before: Expression = ZERO
     for w in range(rows.head + 1):
-        block = rows.block(w)
-        if block is None:
-            own = rows.decisions.ends_on(lambda c: c.cpu_update_s, gpu=False, embed=w == 0, head=w != 0)
-        else:
-            own = rows.decisions.state(block, lambda c: c.cpu_update_s, *ON_HOST)
+        own = rows.of_gradient(rows.num_windows - 1 - w, lambda c: c.cpu_update_s, gpu=False)
         if w > 0 and rows.trained[w - 1]:
             own += rows.instance.least_lost_s * rows.load[w - 1]
         updated = rows.problem.add_variable(f"cc_{w}", 0)
