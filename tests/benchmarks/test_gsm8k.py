@@ -18,6 +18,7 @@ from tests.end_to_end.tiny_folder import make_data, make_model
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 NUM_STEPS = 2
+CASES = ("streamed", "resident", "resident_float32")
 
 
 def module(monkeypatch: pytest.MonkeyPatch, name: str) -> Any:
@@ -78,21 +79,24 @@ def test_parts_come_together_and_nothing_is_run_twice(
     assert "streamed, seed 0: trained before" in capsys.readouterr().out
     figures = figures_in(results)
     assert first.items() <= figures.items()
-    streamed, resident = (figures[f"{case}_seed_0", "held_out_loss"] for case in ("streamed", "resident"))
+    streamed, resident, in_float32 = (figures[f"{case}_seed_0", "held_out_loss"] for case in CASES)
     assert streamed is not None
     assert resident is not None
+    assert in_float32 is not None
+    assert in_float32 != resident
     assert figures["all_seeds", "relative_difference_seed_0"] == streamed / resident - 1
+    assert figures["all_seeds", "relative_difference_seed_0_float32"] == streamed / in_float32 - 1
     assert figures["all_seeds", "within_half_a_percent"] is None  # one seed of three
     assert figures["streamed_seed_7", "exact_match_rows"] == 2
     with (results / "gsm8k.csv").open(newline="") as file:
         steps = [(row["case"], row["seed"], row["step"]) for row in csv.DictReader(file)]
-    runs = [("streamed", "0"), ("resident", "0"), ("streamed", "7")]
+    runs = [("streamed", "0"), ("resident", "0"), ("resident_float32", "0"), ("streamed", "7")]
     assert steps == [(*part, str(step)) for part in runs for step in range(NUM_STEPS)]
     assert (results / "gsm8k.png").read_bytes().startswith(PNG_SIGNATURE)
     assert str(folder) not in (results / "gsm8k.json").read_text()
     check_plans(folder / "work")
     with pytest.raises(SystemExit):
-        run(monkeypatch, folder, "--results", str(results), "--reference-dtype", "float32")
+        run(monkeypatch, folder, "--results", str(results), "--answers-at-once", "3")
     assert "not to be mixed" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         run(monkeypatch, folder)
@@ -109,7 +113,7 @@ def test_on_a_gpu_each_run_is_a_process(folder: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(gsm8k.subprocess, "run", lambda command, check: started.append(command))
     results = folder / "results"
     run(monkeypatch, folder, "--device", "cuda", "--results", str(results), "--seeds", "0", "5")
-    parts = [(case, seed) for seed in "05" for case in ("streamed", "resident")]
+    parts = [(case, seed) for seed in "05" for case in CASES]
     assert [command[-4:] for command in started] == [["--cases", case, "--seeds", seed] for case, seed in parts]
     figures = figures_in(results)
     assert {case for case, _ in figures} == {"all_seeds"}
@@ -138,4 +142,6 @@ def test_half_a_percent_is_judged_by_the_worst_of_three_seeds(
     for seed in range(num_seeds):
         loss = 0.5 * (1 + (worst if seed == 1 else 0.0))
         figures[f"streamed_seed_{seed}"] = {"held_out_loss": (loss, "nats/token")}
-    assert module(monkeypatch, "gsm8k_picture").summary(figures)["within_half_a_percent"] == (within, "1")
+    found = module(monkeypatch, "gsm8k_picture").summary(figures)
+    assert found["within_half_a_percent"] == (within, "1")
+    assert found["within_half_a_percent_float32"] == (None, "1")
