@@ -11,6 +11,7 @@ Attention is bound while tracing, so that trace within the backend that is wante
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.graph import CodeGen
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from lazysched.runtime.attention_cost import grouped_queries_counted
 from lazysched.runtime.straight import put_straight, sums_in_place
 
 _WRITTEN = "written"
@@ -108,9 +110,9 @@ class JointGraph:
 
         Also which trained parameters' gradients the backward puts straight into targets.
         """
-        with functorch_config.patch(activation_memory_budget=budget):
+        with functorch_config.patch(activation_memory_budget=budget), grouped_queries_counted():
             forward, backward = min_cut_rematerialization_partition(
-                copy.deepcopy(self._joint), None, num_fwd_outputs=1,
+                _copied(self._joint), None, num_fwd_outputs=1,
                 static_lifetime_input_indices=list(range(1, self._num_inputs)),
             )  # fmt: skip
         for graph in (forward, backward):
@@ -244,13 +246,19 @@ def _write_first_output(graph: fx.GraphModule) -> None:
 
 def without_written(graph: fx.GraphModule) -> fx.GraphModule:
     """A copy of ``graph`` that does not write its first output, nor computes what only that needs; its inputs stay."""
-    left = copy.deepcopy(graph)
+    left = _copied(graph)
     target = next(node for node in left.graph.nodes if node.op == "placeholder" and node.target == _WRITTEN)
     (written,) = target.users
     left.graph.erase_node(written)
     left.graph.eliminate_dead_code()  # operators that write into their arguments stay
     left.recompile()
     return left
+
+
+def _copied(graph: fx.GraphModule) -> fx.GraphModule:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # of how torch 2.11 copies its own tree specifications
+        return copy.deepcopy(graph)
 
 
 def _storage(tensor: torch.Tensor) -> int:
