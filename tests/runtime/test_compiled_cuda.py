@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lazysched.runtime.model import Model
-from lazysched.schemas import Plan, SaveVariant
+from lazysched.schemas import AttentionBackend, Plan, SaveVariant
 from tests.lowering.plans import plans
 from tests.runtime.test_architectures import CONFIGS, ERROR_RATIO, plan_of, worst_error
 from tests.runtime.test_architectures import MICRO_BATCH as FEW_ROWS
@@ -85,3 +85,21 @@ def all_resident(plan: Plan) -> Plan:
         for name, choice in plan.stages.items()
     }  # fmt: skip
     return plan.model_copy(update={"stages": stages, "prefetch_depth": 1, "d2h_lag": 0, "host_memory": "pinned"})
+
+
+@pytest.mark.parametrize("backend", ["cudnn", "flash"])
+def test_grouped_queries_compile_with_the_kernels_that_take_them(backend: AttentionBackend) -> None:
+    """torch 2.11 refuses to weigh them; what they learn is what torch's own choice does, but for rounding."""
+    losses = []
+    for chosen in ("default", backend):
+        model = Model(config(True), "bfloat16", GPU, micro_batch=MICRO_BATCH, seq_len=SEQ_LEN, attention_backend=chosen)
+        variants = compiled_variants(model, SEQ_LEN, MICRO_BATCH)
+        middle = [v.name for v in variants.values() if v.budget is not None][1]
+        plan = plan_of(model, variants, middle)
+        update = {
+            "compute_dtype": "bfloat16", "micro_batch": MICRO_BATCH, "seq_len": SEQ_LEN, "attention": chosen,
+            "batch_size": MICRO_BATCH * plan.accumulation, "loss_chunk_tokens": CHUNK_TOKENS,
+        }  # fmt: skip
+        numbers, _ = outcome(plan.model_copy(update=update), tied=True)
+        losses.append([loss for loss, _ in numbers])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-3)
