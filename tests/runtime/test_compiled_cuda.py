@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from functools import cache
 
@@ -103,3 +105,23 @@ def test_grouped_queries_compile_with_the_kernels_that_take_them(backend: Attent
         numbers, _ = outcome(plan.model_copy(update=update), tied=True)
         losses.append([loss for loss, _ in numbers])
     assert losses[1] == pytest.approx(losses[0], rel=1e-3)
+
+
+FIRST_IN_PROCESS = """
+import torch
+from lazysched.runtime.attention import attention
+query = torch.zeros(2, 4, 128, 64, dtype=torch.bfloat16, device="cuda")
+with attention({backend!r}):
+    print(torch.nn.attention.SDPBackend(torch.ops.aten._fused_sdp_choice(query, query, query)).name)
+"""
+
+
+@pytest.mark.parametrize(
+    ("backend", "kernel"),
+    [("cudnn", "CUDNN_ATTENTION"), ("flash", "FLASH_ATTENTION"), ("efficient", "EFFICIENT_ATTENTION")],
+)
+def test_a_process_begins_with_the_kernel_that_is_asked_for(backend: str, kernel: str) -> None:
+    """torch reorders its kernels at its first choice."""
+    command = [sys.executable, "-c", FIRST_IN_PROCESS.format(backend=backend)]
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert result.stdout.split() == [kernel]
