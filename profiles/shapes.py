@@ -218,6 +218,11 @@ class _Model:
         set_field(self, "num_heads", self.size("num_attention_heads"))
         given = self.config.get("num_key_value_heads")
         set_field(self, "num_kv_heads", self.num_heads if given is None else self.size("num_key_value_heads"))
+        if self.num_heads % self.num_kv_heads:
+            raise UsageError(
+                f"{self.origin}: num_key_value_heads: {self.num_kv_heads} heads of keys cannot be shared evenly by "
+                f"{self.num_heads} of queries; mend the config.json"
+            )
         given = self.config.get("head_dim")
         set_field(self, "head_dim", self.hidden // self.num_heads if given is None else self.size("head_dim"))
 
@@ -295,7 +300,11 @@ def _shape(model: _Model, compute_dtype: Dtype) -> ModelShape:
         raise UsageError(f"{model.origin}: {reason}; mend the config.json") from None
     distinct = enumerate(dict.fromkeys(kinds))
     names = {kind: family.block + (f"/{number}" if number else "") for number, kind in distinct}
-    tied = bool(config["tie_word_embeddings"])
+    tied = config["tie_word_embeddings"]
+    if not isinstance(tied, bool):
+        raise UsageError(
+            f"{model.origin}: tie_word_embeddings: {tied!r} is neither true nor false; mend the config.json"
+        )
     head: Params = {"model.norm.weight": (model.hidden,)}
     if not tied:
         head["lm_head.weight"] = (vocabulary, model.hidden)

@@ -29,8 +29,10 @@ def check_arguments(time_limit_s: float, gap: float, seed: int, budget_bytes: Ma
     Raises:
         UsageError: names the first that is.
     """
-    if not time_limit_s > 0 or not 0 <= gap < 1:
-        raise UsageError(f"time_limit_s: {time_limit_s}, gap: {gap}: use a positive time and a gap in [0, 1)")
+    if not time_limit_s > 0:
+        raise UsageError(f"time_limit_s: {time_limit_s:g}: use a positive number of seconds")
+    if not 0 <= gap < 1:
+        raise UsageError(f"gap: {gap:g}: use a share from 0 up to but not including 1")
     if not 0 <= seed <= MAX_SEED:
         raise UsageError(f"seed: {seed}: use a number from 0 to {MAX_SEED}")
     for tier, size in budget_bytes.items():
@@ -98,7 +100,8 @@ def _check_stage(stage: Stage, element_bytes: int) -> None:
     if not least_bytes <= stage.weight_bytes <= MAX_BYTES:
         raise _refusal(
             f"{name}.weight_bytes",
-            f"{short_repr(stage.weight_bytes)} cannot be, its parameters take {short_repr(least_bytes)}",
+            f"{short_repr(stage.weight_bytes)} is not from {short_repr(least_bytes)}, which its parameters take, to "
+            f"{MAX_BYTES:g}",
         )
 
 

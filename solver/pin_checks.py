@@ -29,7 +29,9 @@ def check_pins(pins: Sequence[Pin], profile: Profile, scope: Scope) -> None:
         own = of_stage(pins, stage)
         choices = list(_choices(profile, stage, scope)) if own else []
         for pin in own:
-            if not any(map(pin.allows, choices)):
+            # A block that saves its input alone would keep to any tier of what it saves.
+            is_absent = pin.field == "saved_tiers" and pin.value not in scope.saved
+            if is_absent or not any(map(pin.allows, choices)):
                 raise UsageError(f"pin: {pin.text!r}: {_instead(pin, profile, stage, scope)}")
         for one, other in combinations(own, 2):
             if not any(one.allows(choice) and other.allows(choice) for choice in choices):
@@ -41,6 +43,10 @@ def check_pins(pins: Sequence[Pin], profile: Profile, scope: Scope) -> None:
 
 def remarks(plan: Plan, stages: Sequence[Stage]) -> Iterator[str]:
     """What pins brought about beside what they say."""
+    for pin in parse_pins(plan.pins, stages):
+        idle = [id for id in pin.stage_ids if not plan.stages[id].saved_tiers] if pin.field == "saved_tiers" else []
+        if idle:
+            yield f"{pin.text}: {len(idle)} of {len(pin.stage_ids)} blocks save nothing but their input, and keep to it"
     if stages[-1].shares is not None:
         return
     ends = ("embed", "head")

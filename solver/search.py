@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from lazysched.solver.choice_batch import GPU, ChoiceBatch, Evaluation, Floats, Ints
+from lazysched.solver.choice_batch import GPU, RESIDENT, ChoiceBatch, Evaluation, Floats, Ints
 from lazysched.solver.instance import Instance
 from lazysched.solver.memory_rows import Budgets
 from lazysched.solver.options import STATE_CHOICES
@@ -70,15 +70,15 @@ def improve(
 
 
 def simplified(
-    replay: WindowReplay, budgets: Budgets, start: Choices, has_time: Callable[[], bool] = always
+    replay: WindowReplay, budgets: Budgets, start: Choices, has_time: Callable[[], bool] = always, tie: float = TIE
 ) -> Choices:
     """Of plans as fast as ``start``, one that moves less, then one with fewer kinds of blocks.
 
-    All blocks of one kind become another kind, or blocks with their state on the host get it on the GPU, from the first
-    on, as long as that costs no more than ``TIE`` in all and ``has_time``.
+    All blocks of one kind become another kind, or blocks get their weights, or their state too, on the GPU, from the
+    first on, as long as that costs no more than ``tie`` of the step in all and ``has_time``.
     """
     current = ChoiceBatch.of([start])
-    allowed_s = float(replay.evaluate(current).step_s[0]) * (1 + TIE)
+    allowed_s = float(replay.evaluate(current).step_s[0]) * (1 + tie)
     while has_time():
         batch = _simpler(replay.instance, current)
         batch = batch.rows(replay.whole(batch))
@@ -103,11 +103,12 @@ def _simpler(instance: Instance, current: ChoiceBatch) -> ChoiceBatch:
             if own == other_own:  # a place among other options means something else
                 chosen = where & np.array([other_state in states_of for states_of in allowed])
                 rows.append((np.where(chosen, other_save, saves), np.where(chosen, other_state, states)))
-    movable = [i for i, own in enumerate(allowed) if states[i] != GPU and GPU in own]
-    for count in range(1, len(movable) + 1):
-        moved = states.copy()
-        moved[movable[:count]] = GPU
-        rows.append((saves, moved))
+    for nearer in (GPU, RESIDENT):
+        movable = [i for i, own in enumerate(allowed) if states[i] > nearer and nearer in own]
+        for count in range(1, len(movable) + 1):
+            moved = states.copy()
+            moved[movable[:count]] = nearer
+            rows.append((saves, moved))
     vocabulary = np.repeat(current.vocabulary, len(rows))
     return ChoiceBatch(np.array([row[0] for row in rows]), np.array([row[1] for row in rows]), vocabulary)
 

@@ -93,8 +93,8 @@ def simulate_plan(plan: Plan, profile: Profile | None = None, *, steps: int = SI
         steps: at least 2; the last two are compared. Where files are used, more are simulated if it takes more.
 
     Raises:
-        UsageError: there is no profile, it is of another model or of other parameters trained, or it has no figure for
-            what the plan does; or the plan has pins that are none.
+        UsageError: there is no profile, it is of another model, shape, dtype or of other parameters trained, or it has
+            no figure for what the plan does; or the plan has pins that are none.
     """
     measured = profile or plan.profile
     if measured is None:
@@ -103,12 +103,21 @@ def simulate_plan(plan: Plan, profile: Profile | None = None, *, steps: int = SI
         raise UsageError(
             f"profile: model_id: measured with {measured.model_id}, the plan is for {plan.model_id}; name another"
         )
-    if set(measured.trainable) != set(plan.trainable):
-        theirs, ours = (", ".join(names) or "everything" for names in (measured.trainable, plan.trainable))
-        raise UsageError(f"profile: trainable: measured with {theirs} trained, the plan trains {ours}; name another")
+    _check_same_shape(measured, plan)
     program = lower(plan, measured.stages)
     parse_pins(plan.pins, measured.stages)  # none of them is used here, but nonsense should not wait for ``explain``
     return simulate(program, measured, micro_batch=plan.micro_batch, steps=steps)
+
+
+def _check_same_shape(measured: Profile, plan: Plan) -> None:
+    """Refuse a profile whose times are those of other tensors than the plan has."""
+    if set(measured.trainable) != set(plan.trainable):
+        theirs, ours = (", ".join(names) or "everything" for names in (measured.trainable, plan.trainable))
+        raise UsageError(f"profile: trainable: measured with {theirs} trained, the plan trains {ours}; name another")
+    for field in ("seq_len", "compute_dtype", "loss_chunk_tokens", "packing"):
+        found, needed = getattr(measured, field), getattr(plan, field)
+        if found != needed:
+            raise UsageError(f"profile: {field}: measured with {found}, the plan is for {needed}; name another")
 
 
 def simulate(program: Program, profile: Profile, *, micro_batch: int, steps: int = SIMULATED_STEPS) -> Timeline:

@@ -99,6 +99,8 @@ LLAMA: dict[str, Any] = {"model_type": "llama", "hidden_size": 64, "num_attentio
         (LLAMA | {"vocab_size": "many"}, "vocab_size: 'many'"),
         (LLAMA | {"num_attention_heads": True}, "num_attention_heads: True"),
         (LLAMA | {"num_key_value_heads": 0}, "num_key_value_heads: 0"),
+        (LLAMA | {"num_key_value_heads": 3}, "num_key_value_heads: 3 heads of keys cannot be shared evenly"),
+        (LLAMA | {"tie_word_embeddings": "yes"}, "tie_word_embeddings: 'yes' is neither true nor false"),
         (LLAMA | {"attention_dropout": 0.1}, "attention_dropout is 0.1; set dropout to 0"),
         ({"model_type": "gemma2", "layer_types": ["full_attention"]}, "layer_types: does not fit 26 layers"),
         ({"model_type": "gemma3_text", "layer_types": 7}, "layer_types: does not fit 26 layers"),

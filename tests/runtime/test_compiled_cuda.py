@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lazysched.runtime.model import Model
-from lazysched.schemas import AttentionBackend, Plan, SaveVariant
+from lazysched.schemas import AttentionBackend, Plan, SaveVariant, StagePlan
 from tests.lowering.plans import plans
 from tests.runtime.test_architectures import CONFIGS, ERROR_RATIO, plan_of, worst_error
 from tests.runtime.test_architectures import MICRO_BATCH as FEW_ROWS
@@ -96,13 +96,17 @@ def test_grouped_queries_compile_with_the_kernels_that_take_them(backend: Attent
     for chosen in ("default", backend):
         model = Model(config(True), "bfloat16", GPU, micro_batch=MICRO_BATCH, seq_len=SEQ_LEN, attention_backend=chosen)
         variants = compiled_variants(model, SEQ_LEN, MICRO_BATCH)
-        middle = [v.name for v in variants.values() if v.budget is not None][1]
-        plan = plan_of(model, variants, middle)
-        update = {
-            "compute_dtype": "bfloat16", "micro_batch": MICRO_BATCH, "seq_len": SEQ_LEN, "attention": chosen,
-            "batch_size": MICRO_BATCH * plan.accumulation, "loss_chunk_tokens": CHUNK_TOKENS,
-        }  # fmt: skip
-        numbers, _ = outcome(plan.model_copy(update=update), tied=True)
+        blocks = [stage for stage in model.stages if stage.is_block]
+        middle = [key for key in variants if key.startswith(f"{blocks[0].structure}:")][1]
+        on_host = StagePlan(weights="host", state="host")
+        kept = on_host.model_copy(update={"save": variants[middle].name, "saved_tiers": {"intermediates": "host"}})
+        stages = {stage.id: kept if stage.is_block else on_host for stage in model.stages}
+        plan = Plan(
+            model_id=model.model_id, hardware_id="any", compute_dtype="bfloat16", batch_size=2 * MICRO_BATCH,
+            seq_len=SEQ_LEN, micro_batch=MICRO_BATCH, accumulation=2, loss_chunk_tokens=CHUNK_TOKENS, stages=stages,
+            variants=variants, budget_bytes={}, attention=chosen,
+        )  # fmt: skip
+        numbers, _ = outcome(plan, tied=True)
         losses.append([loss for loss, _ in numbers])
     assert losses[1] == pytest.approx(losses[0], rel=1e-3)
 

@@ -130,6 +130,19 @@ def test_the_other_end_that_must_stream_too_is_told() -> None:
     assert not list(remarks(solved("head.weights=host", "embed.weights=host").plan, PROFILE.stages))
 
 
+def test_a_tier_that_is_not_there_is_no_tier_for_blocks_that_save_nothing_either() -> None:
+    with pytest.raises(UsageError, match=r"saved_tiers=nvme.*nothing may be on nvme here.*--nvme and --not-executable"):
+        solved("block.saved_tiers=nvme")
+
+
+def test_blocks_that_keep_to_a_pin_by_saving_nothing_are_told() -> None:
+    plan = solved("block.saved_tiers=host", "block[:3].save=input").plan
+    idle = sum(not plan.stages[f"block.{i}"].saved_tiers for i in range(4))
+    said = f"block.saved_tiers=host: {idle} of 4 blocks save nothing but their input, and keep to it"
+    assert idle >= 3
+    assert said in list(remarks(plan, PROFILE.stages))
+
+
 def test_bad_pins_of_a_plan_are_refused_wherever_it_is_simulated() -> None:
     plan = solved().plan.model_copy(update={"pins": ["block[9].weights=gpu"]})
     with pytest.raises(UsageError, match="names none of the 4 blocks"):

@@ -6,7 +6,7 @@ import pytest
 
 from lazysched.errors import UsageError
 from lazysched.schemas import Buffer, Curve, Op, Program, Rate, SaveVariant, Timing
-from lazysched.solver import simulate
+from lazysched.solver import simulate, simulate_plan, solve
 from lazysched.solver.simulate import period_of
 from tests.solver.synthetic import tiny_profile
 
@@ -185,3 +185,18 @@ class TestSteady:
         assert period_of([9.0, *[1.0, 2.0] * 4], 8) == 2
         assert period_of([9.0, *[1.0, 1.0, 2.0] * 3], 8) == 3
         assert period_of([1.0, 2.0, 3.0, 4.0, 5.0, 6.0], 8) is None
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("seq_len", 64), ("compute_dtype", "bfloat16"), ("loss_chunk_tokens", 512)],
+)
+def test_times_of_other_tensors_are_no_prediction(field: str, value: object) -> None:
+    profile = tiny_profile()
+    plan = solve(profile, batch_size=1).plan
+    with pytest.raises(
+        UsageError, match=rf"^profile: {field}: measured with {value}, the plan is for .*; name another$"
+    ):
+        simulate_plan(plan, profile.model_copy(update={field: value}))
+    assert plan.predicted is not None
+    assert simulate_plan(plan, profile).step_s == plan.predicted.step_s
