@@ -95,19 +95,27 @@ def _load(path: Path) -> Checkpoint:
     return Checkpoint(path, manifest, state, History(rows, num_restored=len(rows)))
 
 
-def check_same_run(
-    checkpoint: Checkpoint, fixed: Mapping[str, Value], arguments: Mapping[str, Value], console: Console
-) -> None:
-    """Refuse to go on with other data, seed, batch or model; say what else is another than it was.
+def check_same_run(checkpoint: Checkpoint, fixed: Mapping[str, Value], *, is_all: bool) -> None:
+    """Refuse to go on with other data, seed, batch or model.
+
+    Args:
+        checkpoint: to go on from.
+        fixed: field -> what it is now.
+        is_all: whether ``fixed`` has all there is, so that one that it lacks is a difference.
 
     Raises:
         UsageError: the first field that must be the same and is not.
     """
-    for field, before, now in differences(checkpoint.state.fixed, fixed):
+    before = {name: value for name, value in checkpoint.state.fixed.items() if is_all or name in fixed}
+    for field, was, now in differences(before, fixed):
         raise UsageError(
-            f"{field}: {_shown(now)}, and {checkpoint.path} was made with {_shown(before)}; {_remedy(field, before)}, "
+            f"{field}: {_shown(now)}, and {checkpoint.path} was made with {_shown(was)}; {_remedy(field, was)}, "
             f"or begin anew without --resume"
         )
+
+
+def say_other_arguments(checkpoint: Checkpoint, arguments: Mapping[str, Value], console: Console) -> None:
+    """Say what may be another than it was, and is."""
     for field, before, now in differences(checkpoint.state.arguments, arguments):
         say(console, f"{field}: {_shown(now)}, in the checkpoint {_shown(before)}")
 

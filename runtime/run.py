@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
+from lazysched.chrome_trace import save_chrome_trace
 from lazysched.errors import LazyschedError, RunError, StoppedError
 from lazysched.lines import say, warn
 from lazysched.runtime import data as data_module
@@ -69,6 +70,7 @@ class Run:
         start: the checkpoint that it goes on from.
         history: rows of the steps so far.
         recorder: times the operations of some steps.
+        trace: file for the timeline of the steps ``traced``; None: none is written.
         program: a step, once the run has ended.
         intervals: what the recorder timed, once the run has ended.
     """
@@ -90,8 +92,15 @@ class Run:
     eval_steps: int
     logging_steps: int
     report_to: Sequence[ReporterName]
+    trace: Path | None
+    traced: range
     program: Program = field(init=False)
     intervals: list[Interval] = field(init=False)
+
+    @property
+    def num_steps(self) -> int:
+        """Of the whole run."""
+        return self.schedule.num_steps
 
     def to_end(self) -> TrainResult:
         """Train and write the result; errors as those of ``train``."""
@@ -112,6 +121,9 @@ class Run:
             if "out of memory" not in str(error):
                 raise
             raise out_of_memory(self.plan, error) from None
+        if self.trace is not None:
+            chosen = [interval for interval in self.intervals if interval.step in self.traced]
+            save_chrome_trace(self.trace, self.program, chosen)
         return result
 
     def _open(self) -> Session:

@@ -11,6 +11,7 @@ from lazysched.lines import say
 from lazysched.runtime import data as data_module
 from lazysched.runtime.data.tokenizer import load_tokenizer
 from lazysched.runtime.loop import mean_loss
+from lazysched.runtime.plan_to_make import PlanToMake
 from lazysched.runtime.session import Session
 from lazysched.runtime.sources import ModelSource, resolve_model
 from lazysched.schemas import Plan
@@ -30,8 +31,9 @@ class RunInputs:
 
 
 def read_inputs(
-    plan: Plan, model: str, data: str, eval_data: str | None, data_format: str | None, init: str, console: Console
-) -> RunInputs:
+    plan: Plan | PlanToMake, model: str, data: str, eval_data: str | None, data_format: str | None, init: str,
+    console: Console,
+) -> RunInputs:  # fmt: skip
     """Find the model and tokenise the data, saying what came of them; arguments as those of ``train``.
 
     Raises:
@@ -57,7 +59,7 @@ def read_inputs(
 
 
 def training_batches(
-    plan: Plan, inputs: RunInputs, data: str, seed: int, group_by_length: bool, console: Console
+    plan: Plan | PlanToMake, inputs: RunInputs, data: str, seed: int, group_by_length: bool, console: Console
 ) -> data_module.Batches:
     """Batches of the plan's shape; packed ones say how many rows came of it."""
     batches = data_module.Batches(

@@ -176,6 +176,53 @@ def test_a_run_that_is_done_writes_only_the_model(run: SmallRun, plan: Plan, cut
     assert len(log_of(cut)) == 4
 
 
+def contents(folder: Path) -> dict[Path, tuple[bytes, int]]:
+    """File -> what it holds and when it was written."""
+    return {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("num_saved", [4, 3])
+def test_a_finished_run_stays_as_it_is(
+    run: SmallRun, plan: Plan, tmp_path: Path, capsys: pytest.CaptureFixture[str], num_saved: int
+) -> None:
+    """Also where steps came after its newest checkpoint."""
+    output = tmp_path / "out"
+    first, _ = run.train(plan, output, 4, save_steps=num_saved)
+    assert main(["report", str(output)]) == 0
+    before = contents(output)
+    again, shown = run.train(plan, output, 4, resume=True, save_steps=num_saved)
+    assert "this run is finished, all 4 steps are done, and stays as it is; to train on, give more" in shown
+    assert again == first
+    flags = ["--resume", "--max-steps", "4", "--output-dir", str(output)]
+    assert main([*command(run, plan, tmp_path), *flags]) == 0
+    assert "this run is finished" in capsys.readouterr().out
+    assert contents(output) == before
+
+
+def test_what_is_left_to_do_is_done(run: SmallRun, plan: Plan, tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    run.train(plan, output, 4, save_steps=3)
+    checkpoint = str(output / "checkpoint-3")
+
+    def is_done_again(num_steps: int = 4, **options: Any) -> bool:
+        before = contents(output)
+        _, shown = run.train(plan, output, num_steps, **options)
+        assert ("this run is finished" in shown) == (contents(output) == before)
+        return contents(output) != before
+
+    assert not is_done_again(resume=True)
+    assert is_done_again(resume_from_checkpoint=checkpoint)  # steps after one that is named are asked for
+    assert is_done_again(resume=True, learning_rate=1e-3)
+    assert is_done_again(resume=True)
+    (output / "model.safetensors").unlink()
+    assert is_done_again(resume=True)
+    with (output / "log.jsonl").open("a") as log:
+        log.write("{")
+    assert is_done_again(resume=True)
+    assert is_done_again(3, resume_from_checkpoint=checkpoint)
+    assert is_done_again(5, resume=True)
+
+
 def refused(run: SmallRun, plan: Plan, output: Path, num_steps: int = 6, **options: Any) -> str:
     with pytest.raises(UsageError) as caught:
         run.train(plan, output, num_steps, **options)

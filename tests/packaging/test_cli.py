@@ -175,12 +175,12 @@ def test_a_failed_run_is_one_line(
     exit_code: int,
     line: str,
 ) -> None:
-    replace_module(monkeypatch, "lazysched.runtime.train", train=Calls(error=error))
+    replace_module(monkeypatch, "lazysched.runtime.train", prepare=Calls(error=error))
     assert refused(capsys, [*TRAIN, "--plan", "plan.json"], exit_code) == line
 
 
 def test_our_own_bugs_keep_their_traceback(in_tmp: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    replace_module(monkeypatch, "lazysched.runtime.train", train=Calls(error=AssertionError("broken invariant")))
+    replace_module(monkeypatch, "lazysched.runtime.train", prepare=Calls(error=AssertionError("broken invariant")))
     with pytest.raises(AssertionError, match="broken invariant"):
         main([*TRAIN, "--plan", "plan.json"])
 
@@ -303,8 +303,8 @@ def test_train_passes_the_plan_and_its_flags(in_tmp: Path, monkeypatch: pytest.M
         held_out_loss_before=None,
         output_dir=Path("out"),
     )
-    run = Calls(result)
-    replace_module(monkeypatch, "lazysched.runtime.train", train=run)
+    run = Calls(SimpleNamespace(plan=PLAN, to_end=lambda: result))
+    replace_module(monkeypatch, "lazysched.runtime.train", prepare=run)
     flags = ["--max-steps", "3", "--learning_rate", "1e-4", "--trace", "t.json", "--trace-steps", "1:3"]
     assert main([*TRAIN, "--plan", "plan.json", *flags]) == 0
     assert run.positional == (PLAN,)
