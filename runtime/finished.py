@@ -10,7 +10,7 @@ from pathlib import Path
 from lazysched.errors import UNREADABLE_JSON, UsageError
 from lazysched.runtime.folders import missing_entries
 from lazysched.runtime.resuming import Checkpoint
-from lazysched.runtime.train_result import TrainResult
+from lazysched.runtime.train_result import TrainResult, recorded_result
 from lazysched.runtime.training_state import Value
 from lazysched.schemas import Plan
 from lazysched.schemas.run import RUN_FILE
@@ -36,16 +36,7 @@ class FinishedRun:
 
     def to_end(self) -> TrainResult:
         """What the run measured when it ran; nothing is done."""
-        record, predicted = self.record, self.plan.predicted
-        return TrainResult(
-            output_dir=self.folder, losses=[row.loss for row in self.rows],
-            num_skipped=sum(row.skipped for row in self.rows), measured_step_s=record.measured_step_s,
-            predicted_step_s=predicted.step_s if predicted else None, timed=record.timed,
-            predicted_exposed_s=predicted.exposed_s if predicted else {},
-            predicted_moved_bytes=predicted.moved_bytes if predicted else {},
-            peak_bytes=record.peak_bytes, predicted_peak_bytes=record.predicted_peak_bytes,
-            held_out_loss_before=record.held_out_loss_before, held_out_loss_after=record.held_out_loss_after,
-        )  # fmt: skip
+        return recorded_result(self.folder, self.record, self.rows, self.plan)
 
 
 def finished_run(

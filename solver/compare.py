@@ -11,8 +11,9 @@ from rich.table import Table
 from lazysched.errors import UsageError
 from lazysched.schemas import Engine, Plan, Prediction, Schema, StagePlan, Tier
 from lazysched.solver.simulate_report import up_to_date
-from lazysched.solver.words import saves_in_words, stages_in_words, weights_in_words
+from lazysched.solver.words import saves_in_words, stages_in_words, state_in_words, weights_in_words
 from lazysched.solver.wrapping import print_wrapped
+from lazysched.trainable import Training, training_of
 from lazysched.units import format_bytes, format_seconds
 
 APART = {
@@ -113,19 +114,20 @@ def _pins(plan: Plan) -> str:
 
 
 def _stage_differences(plan_a: Plan, plan_b: Plan) -> list[Difference]:
-    fields: tuple[tuple[str, Callable[[StagePlan], str]], ...] = (
-        ("weights", weights_in_words),
-        ("optimizer state", lambda choice: f"{choice.state_format} on {choice.state}"),
+    fields: tuple[tuple[str, Callable[[StagePlan, Training], str]], ...] = (
+        ("weights", lambda choice, _: weights_in_words(choice)),
+        ("optimizer state", state_in_words),
         ("saves", saves_in_words),
     )
+    both = [(plan, training_of(plan.profile.stages) if plan.profile else {}) for plan in (plan_a, plan_b)]
     result = []
     for name, words in fields:
         changed = [
-            (stage, words(plan_a.stages[stage]), words(plan_b.stages[stage]))
+            (stage, *(words(plan.stages[stage], training.get(stage, "trained")) for plan, training in both))
             for stage in plan_a.stages
             if stage.startswith("block.") or name != "saves"
         ]
-        runs: dict[tuple[str, str], list[str]] = {}
+        runs: dict[tuple[str, ...], list[str]] = {}
         for pair, run in groupby(changed, key=lambda item: item[1:]):
             if pair[0] != pair[1]:
                 runs.setdefault(pair, []).extend(stage for stage, *_ in run)
