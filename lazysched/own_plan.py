@@ -1,6 +1,7 @@
 """``lazysched train`` without a plan: profile the model on this machine, once, and solve.
 
-Profiles are kept in the user's cache, by model, machine and shape, and used again as long as they are readable there.
+Profiles are kept in the user's cache, by model, machine, number of threads and shape, and used again as long as they
+are readable there.
 """
 
 from __future__ import annotations
@@ -105,7 +106,7 @@ def _profile(settings: TrainConfig, source: ModelSource, rows: int, console: Con
     path = _cached(source, arguments)
     known = _load(path)
     if known is not None:
-        say(console, f"profile: measured before, {path}")
+        say(console, f"profile: measured before, {path}; remove that file to measure anew")
         return known
     from lazysched.profiles.measure import profile
 
@@ -127,12 +128,14 @@ def _load(path: Path) -> Profile | None:
 
 
 def _cached(source: ModelSource, arguments: dict[str, Any]) -> Path:
-    """Where the profile of this model, machine and shape is kept."""
+    """Where the profile of this model, machine, number of threads and shape is kept."""
     from lazysched.runtime.arguments import choose_device
+    from lazysched.runtime.engines import cpu_threads
     from lazysched.runtime.machine import hardware_id
     from lazysched.runtime.sources import default_cache_dir
 
-    machine = hardware_id(choose_device(arguments["device"]))
+    device = choose_device(arguments["device"])
+    machine = [hardware_id(device), cpu_threads(device)]
     text = repr([source.config.to_json_string(), machine, sorted(arguments.items())])
     folder = Path(os.environ.get("LAZYSCHED_PROFILES") or default_cache_dir() / "profiles")
     return folder / f"{hashlib.sha256(text.encode()).hexdigest()[:24]}.json"

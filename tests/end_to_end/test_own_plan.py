@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from lazysched.cli import main
 from lazysched.own_plan import sizes_of
@@ -45,9 +46,22 @@ def test_it_profiles_solves_trains_and_profiles_no_second_time(
     monkeypatch.setattr(measure, "profile", None)
     assert main([*settings, "--output-dir", str(tmp_path / "again"), "--dry-run"]) == 0
     said = capsys.readouterr().out
-    assert "profile: measured before" in said
+    (kept,) = (tmp_path / "profiles").iterdir()
+    assert f"profile: measured before, {kept}; remove that file to measure anew" in said
     assert not (tmp_path / "again").exists()
     assert Plan.load(tmp_path / "again-plan.json").stages == plan.stages
+
+
+def test_another_number_of_threads_is_measured_apart(
+    settings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = [*settings, "--output-dir", str(tmp_path / "out"), "--dry-run"]
+    counts = []
+    for threads in (1, 2, 1):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        assert main(command) == 0
+        counts.append(len(list((tmp_path / "profiles").iterdir())))
+    assert counts == [1, 2, 2]
 
 
 def stranger(folder: Path) -> None:
