@@ -23,6 +23,8 @@ APART = {
 """Fields of a plan that are no decisions, or are set side by side in a form of their own."""
 SETTINGS = [name for name in Plan.model_fields if name not in APART]
 NO_FIGURE = "-"
+NO_TIME_S = 1e-9
+"""Waits and differences below it are rounding."""
 
 
 class Difference(Schema):
@@ -138,7 +140,7 @@ def _stage_differences(plan_a: Plan, plan_b: Plan) -> list[Difference]:
 def _figures(plan_a: Plan, plan_b: Plan) -> list[Figure]:
     predicted = up_to_date(plan_a), up_to_date(plan_b)
     both = [p for p in predicted if p is not None]
-    engines: dict[Engine, None] = dict.fromkeys(e for p in both for e, seconds in p.exposed_s.items() if seconds > 0)
+    engines: dict[Engine, None] = dict.fromkeys(e for p in both for e, s in p.exposed_s.items() if s > NO_TIME_S)
     links: dict[Engine, None] = dict.fromkeys(e for p in both for e in p.moved_bytes)
     tiers: dict[Tier, None] = dict.fromkeys(t for p in both for t, size in p.peak_bytes.items() if size)
     rows: list[tuple[str, Callable[[Prediction, Plan], float]]] = [
@@ -187,13 +189,20 @@ def _row(figure: Figure) -> tuple[str, ...]:
     label = name.replace("_per_s", "/s").removesuffix("_s").removesuffix("_bytes").replace("_", " ")
     show = _shower(name)
     shown = [NO_FIGURE if value is None else show(value) for value in (a, b)]
-    if a is None or b is None or a == b:
+    if a is None or b is None or _is_rounding(name, b - a):
         return label, *shown, ""
     change = f" ({100 * (b / a - 1):+.1f} %)" if a else ""
     return label, *shown, f"{'+' if b > a else '-'}{show(abs(b - a))}{change}"
 
 
+def _is_rounding(name: str, value: float) -> bool:
+    """Whether a figure, or the difference of two, is nothing but rounding."""
+    return abs(value) <= (NO_TIME_S if name.endswith("_s") and not name.endswith("_per_s") else 0.0)
+
+
 def _shower(name: str) -> Callable[[float], str]:
     if name.endswith("_per_s"):
         return lambda value: f"{value:,.0f}"
-    return format_seconds if name.endswith("_s") else format_bytes
+    if name.endswith("_s"):
+        return lambda value: format_seconds(0.0 if _is_rounding(name, value) else value)
+    return format_bytes
