@@ -58,11 +58,22 @@ def profile_to_solve(
     return estimated
 
 
-def say_if_above_the_card(profile: Profile, gpu_memory_bytes: int | None) -> None:
-    """A line on stderr for a budget that the GPU of ``profile`` does not have."""
-    total_bytes = profile.total_bytes.get("gpu")
-    if profile.device == "cuda" and gpu_memory_bytes and total_bytes and gpu_memory_bytes > total_bytes:
-        _note(f"--gpu-memory {format_bytes(gpu_memory_bytes)} is more than the GPU's {format_bytes(total_bytes)}")
+def say_if_beyond_the_machine(profile: Profile, gpu_bytes: int | None, host_bytes: int | None) -> None:
+    """A line on stderr for each budget that the machine of ``profile`` does not have; None: not given.
+
+    Without a GPU both are one memory. How much host memory an estimate has is an assumption that a budget may correct.
+    """
+    gpu, host = profile.total_bytes.get("gpu"), profile.total_bytes.get("host")
+    flags = {"--gpu-memory": (gpu_bytes, gpu, "GPU"), "--host-memory": (host_bytes, host, "host")}
+    if profile.device == "cpu":
+        both = gpu_bytes is not None and host_bytes is not None
+        names = "--gpu-memory and --host-memory" if both else "--gpu-memory" if host_bytes is None else "--host-memory"
+        flags = {names: ((gpu_bytes or 0) + (host_bytes or 0), (gpu or 0) + (host or 0), "machine")}
+    elif profile.estimated:
+        del flags["--host-memory"]
+    for flag, (budget, total, where) in flags.items():
+        if budget and total and budget > total:
+            _note(f"{flag} {format_bytes(budget)} is more than the {where}'s {format_bytes(total)}")
 
 
 def _host_in_words(machine: Hardware) -> str:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from lazysched.cli_hardware import say_if_beyond_the_machine
 from lazysched.errors import UsageError
 from lazysched.lines import say
 from lazysched.progress import profile_shown
@@ -69,6 +70,7 @@ def _make_plan(settings: TrainConfig, rows: int, budgets: Budgets, console: Cons
     from lazysched.solver import solve
 
     profile = _profile(settings, resolve_model(settings.model), rows, console)
+    say_if_beyond_the_machine(profile, budgets.gpu_bytes, budgets.host_bytes)
     clip_norm = 1.0 if settings.max_grad_norm is None else settings.max_grad_norm or None
     solution = solve(
         profile, batch_size=rows, max_grad_norm=clip_norm, gpu_memory_bytes=budgets.gpu_bytes,
