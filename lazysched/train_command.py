@@ -158,6 +158,7 @@ def _show(settings: TrainConfig, run: Run, console: Console) -> None:
     """What would run."""
     console.print(settings.as_yaml(), highlight=False, markup=False, soft_wrap=True, end="")
     console.print(_memory_table(run.plan))
+    say(console, f"steps: {run.num_steps} of {run.plan.batch_size} rows, {run.num_epochs:.3g} epochs")
     say(console, f"trained: {_trained(run.plan)}")
 
 

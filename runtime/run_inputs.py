@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from rich.console import Console
 
 from lazysched.errors import UsageError
-from lazysched.lines import say
+from lazysched.lines import say, warn
 from lazysched.runtime import data as data_module
 from lazysched.runtime.data.tokenizer import load_tokenizer
 from lazysched.runtime.loop import mean_loss
@@ -61,13 +61,19 @@ def read_inputs(
 def training_batches(
     plan: Plan | PlanToMake, inputs: RunInputs, data: str, seed: int, group_by_length: bool, console: Console
 ) -> data_module.Batches:
-    """Batches of the plan's shape; packed ones say how many rows came of it."""
+    """Batches of the plan's shape; it is said how many rows packing made, and where a step is more than all rows."""
     batches = data_module.Batches(
         inputs.train, plan.batch_size, plan.seq_len, seed, inputs.pad_id, packing=plan.packing,
         group_by_length=group_by_length,
     )  # fmt: skip
     if plan.packing:
         say(console, f"{data}: packed into {batches.num_rows} rows of {plan.seq_len} tokens")
+    if plan.batch_size > batches.num_rows:
+        warn(
+            console,
+            f"a step takes {plan.batch_size} rows and the data have {batches.num_rows}: every step trains rows more "
+            f"than once; take a smaller batch, or more data",
+        )
     return batches
 
 

@@ -139,7 +139,7 @@ def prepare(
     }  # fmt: skip
     if start is not None:
         known = fixed_fields(plan, inputs.train, seed, group_by_length)
-        _check_start(start, known, num_steps, is_all=isinstance(plan, Plan))
+        _check_start(start, known, data, num_steps, is_all=isinstance(plan, Plan))
         finished = finished_run(folder, start, num_steps, known | asked, is_newest=resume)
         if finished is not None:
             say(console, _nothing_left(finished))
@@ -151,9 +151,9 @@ def prepare(
     _compare_hardware(plan, target, console)
     clip_norm = plan.update.clip_norm if max_grad_norm is None else (max_grad_norm or None)
     kept = {"plan_sha256": plan_sha256(plan), **asked, "max_grad_norm": clip_norm}
-    origin = Origin(fixed_fields(plan, inputs.train, seed, group_by_length), kept, batches)
+    origin = Origin(fixed_fields(plan, inputs.train, seed, group_by_length), kept, batches, data)
     if start is not None:
-        check_same_run(start, origin.fixed, is_all=True)
+        check_same_run(start, origin.fixed, data, is_all=True)
         say_other_arguments(start, kept, console)
     return Run(
         plan=plan, inputs=inputs, init=init, device=target, folder=folder, console=console, start=start, origin=origin,
@@ -185,9 +185,9 @@ def _check_evaluation(eval_steps: int, eval_data: str | None) -> None:
         raise UsageError(f"eval_steps: {eval_steps}: {remedy}")
 
 
-def _check_start(start: Checkpoint, known: dict[str, Value], num_steps: int, *, is_all: bool) -> None:
+def _check_start(start: Checkpoint, known: dict[str, Value], data: str, num_steps: int, *, is_all: bool) -> None:
     """Refuse a checkpoint that this run may not go on from, as far as is known."""
-    check_same_run(start, known, is_all=is_all)
+    check_same_run(start, known, data, is_all=is_all)
     if start.state.step > num_steps:
         raise UsageError(
             f"max_steps: {num_steps} is less than the {start.state.step} steps of {start.path}; give at least "

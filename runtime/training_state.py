@@ -61,6 +61,8 @@ class TrainingState(Document):
     """Field -> what must be the same when the run goes on."""
     arguments: dict[str, Value]
     """Field -> what may change when the run goes on."""
+    data_name: str | None = None
+    """What the user called the data, which are told apart by their contents; null: not kept yet then."""
 
 
 def fixed_fields(plan: Plan | PlanToMake, dataset: Dataset, seed: int, group_by_length: bool) -> dict[str, Value]:

@@ -38,6 +38,7 @@ def test_it_profiles_solves_trains_and_profiles_no_second_time(
     assert main([*settings, "--output-dir", str(tmp_path / "out")]) == 0
     said = capsys.readouterr().out
     assert "profile: kept in" in said
+    assert "is more than" not in said
     assert f"the plan is in {tmp_path / 'out-plan.json'}" in said
     plan = Plan.load(tmp_path / "out-plan.json")
     assert (plan.batch_size, plan.seq_len, plan.budget_bytes["gpu"]) == (4, 16, 10**9)
@@ -46,6 +47,7 @@ def test_it_profiles_solves_trains_and_profiles_no_second_time(
     monkeypatch.setattr(measure, "profile", None)
     assert main([*settings, "--output-dir", str(tmp_path / "again"), "--dry-run"]) == 0
     said = capsys.readouterr().out
+    assert "steps: 2 of 4 rows, 0.333 epochs" in said
     (kept,) = (tmp_path / "profiles").iterdir()
     assert f"profile: measured before, {kept}; remove that file to measure anew" in said
     assert not (tmp_path / "again").exists()
@@ -62,6 +64,14 @@ def test_another_number_of_threads_is_measured_apart(
         assert main(command) == 0
         counts.append(len(list((tmp_path / "profiles").iterdir())))
     assert counts == [1, 2, 2]
+
+
+def test_a_budget_that_the_machine_does_not_have_is_told(
+    settings: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    large = ["--host-memory", "900TB", "--output-dir", str(tmp_path / "out"), "--dry-run"]
+    assert main([*settings, *large]) == 0
+    assert "note: --gpu-memory and --host-memory 900 TB is more than the machine's" in capsys.readouterr().err
 
 
 def stranger(folder: Path) -> None:

@@ -33,7 +33,7 @@ class Prepared(Calls):
 
     def __call__(self, *positional: Any, **keywords: Any) -> object:
         super().__call__(*positional, **keywords)
-        return SimpleNamespace(plan=positional[0], num_steps=3, to_end=self._trained)
+        return SimpleNamespace(plan=positional[0], num_steps=3, num_epochs=1.5, to_end=self._trained)
 
     def _trained(self) -> object:
         self.has_trained = True
@@ -250,3 +250,4 @@ def test_a_dry_run_shows_settings_and_memory_and_trains_nothing(
     words = table.split()
     assert all(word in words for word in ("gpu", "host", "3", "4", "5", "6"))
     assert "nvme" not in words
+    assert "steps: 3 of 8 rows, 1.5 epochs" in table
