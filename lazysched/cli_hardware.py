@@ -12,11 +12,13 @@ from rich.table import Table
 
 from lazysched.errors import UsageError
 from lazysched.lines import say, warn
-from lazysched.schemas import Hardware, Profile
+from lazysched.machine_memory import memories_of
+from lazysched.schemas import Hardware, Profile, Tier
 from lazysched.units import format_bytes
 
 DEFAULT_SEQ_LEN = 1024
 DEFAULT_MICRO_BATCHES = (1, 2, 4, 8)
+TIERS: tuple[Tier, ...] = ("gpu", "host")
 
 
 def profile_to_solve(
@@ -59,21 +61,13 @@ def profile_to_solve(
 
 
 def say_if_beyond_the_machine(profile: Profile, gpu_bytes: int | None, host_bytes: int | None) -> None:
-    """A line on stderr for each budget that the machine of ``profile`` does not have; None: not given.
-
-    Without a GPU both are one memory. How much host memory an estimate has is an assumption that a budget may correct.
-    """
-    gpu, host = profile.total_bytes.get("gpu"), profile.total_bytes.get("host")
-    flags = {"--gpu-memory": (gpu_bytes, gpu, "GPU"), "--host-memory": (host_bytes, host, "host")}
-    if profile.device == "cpu":
-        both = gpu_bytes is not None and host_bytes is not None
-        names = "--gpu-memory and --host-memory" if both else "--gpu-memory" if host_bytes is None else "--host-memory"
-        flags = {names: ((gpu_bytes or 0) + (host_bytes or 0), (gpu or 0) + (host or 0), "machine")}
-    elif profile.estimated:
-        del flags["--host-memory"]
-    for flag, (budget, total, where) in flags.items():
-        if budget and total and budget > total:
-            _note(f"{flag} {format_bytes(budget)} is more than the {where}'s {format_bytes(total)}")
+    """A line on stderr for budgets that the machine of ``profile`` does not have; None: not given."""
+    given: dict[Tier, int] = {tier: size for tier, size in zip(TIERS, (gpu_bytes, host_bytes), strict=True) if size}
+    for memory in memories_of(profile):
+        budget, flags = memory.bytes_of(given), [f"--{tier}-memory" for tier in memory.tiers if tier in given]
+        if budget > memory.num_bytes:
+            size = format_bytes(memory.num_bytes)
+            _note(f"{' and '.join(flags)} {format_bytes(budget)} is more than the {memory.name}'s {size}")
 
 
 def _host_in_words(machine: Hardware) -> str:
