@@ -71,9 +71,9 @@ def prepare(
     resume_from_checkpoint: str | None = None,
     console: Console | None = None,
 ) -> Run | FinishedRun:
-    """Check everything that a run needs, first what needs no plan; nothing but the plan is made, and no memory taken.
+    """The run that trains as ``plan`` says and writes the model to ``output_dir``; ``train`` takes it to its end.
 
-    Run to its end, it trains as ``plan`` says and writes the model to ``output_dir``, with what its operations took.
+    Everything is checked here, first what needs no plan; nothing but the plan is made, and no memory taken.
 
     Args:
         plan: solved for this model; another machine than the plan's only draws a warning.
