@@ -12,11 +12,13 @@ from rich.table import Table
 
 from lazysched.errors import UsageError
 from lazysched.lines import say, warn
-from lazysched.schemas import Hardware, Profile
+from lazysched.machine_memory import memories_of
+from lazysched.schemas import Hardware, Profile, Tier
 from lazysched.units import format_bytes
 
 DEFAULT_SEQ_LEN = 1024
 DEFAULT_MICRO_BATCHES = (1, 2, 4, 8)
+TIERS: tuple[Tier, ...] = ("gpu", "host")
 
 
 def profile_to_solve(
@@ -58,11 +60,14 @@ def profile_to_solve(
     return estimated
 
 
-def say_if_above_the_card(profile: Profile, gpu_memory_bytes: int | None) -> None:
-    """A line on stderr for a budget that the GPU of ``profile`` does not have."""
-    total_bytes = profile.total_bytes.get("gpu")
-    if profile.device == "cuda" and gpu_memory_bytes and total_bytes and gpu_memory_bytes > total_bytes:
-        _note(f"--gpu-memory {format_bytes(gpu_memory_bytes)} is more than the GPU's {format_bytes(total_bytes)}")
+def say_if_beyond_the_machine(profile: Profile, gpu_bytes: int | None, host_bytes: int | None) -> None:
+    """A line on stderr for budgets that the machine of ``profile`` does not have; None: not given."""
+    given: dict[Tier, int] = {tier: size for tier, size in zip(TIERS, (gpu_bytes, host_bytes), strict=True) if size}
+    for memory in memories_of(profile):
+        budget, flags = memory.bytes_of(given), [f"--{tier}-memory" for tier in memory.tiers if tier in given]
+        if budget > memory.num_bytes:
+            size = format_bytes(memory.num_bytes)
+            _note(f"{' and '.join(flags)} {format_bytes(budget)} is more than the {memory.name}'s {size}")
 
 
 def _host_in_words(machine: Hardware) -> str:

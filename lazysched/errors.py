@@ -60,7 +60,15 @@ class SmallerState:
     optimizer_state: str
 
 
-Remedy: TypeAlias = MoreMemory | SmallerBatch | SmallerState
+@dataclass(frozen=True)
+class FewerPins:
+    """Decisions not fixed by hand."""
+
+    dropped: tuple[str, ...]
+    """As they were written."""
+
+
+Remedy: TypeAlias = MoreMemory | SmallerBatch | SmallerState | FewerPins
 """One change to what was asked, after which a plan was found."""
 
 
@@ -70,7 +78,7 @@ class InfeasibleError(LazyschedError):
     Attributes:
         missing_bytes: tier -> bytes by which that tier's budget alone would have to grow;
             a tier that cannot help alone is absent.
-        remedies: changes each of which suffices.
+        remedies: changes each of which suffices; memory that the machine does not have is none.
     """
 
     def __init__(

@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 
 from lazysched import data_commands
+from lazysched.lines import warn
 from lazysched.outputs import require_folder_of, require_no_input
 
 
@@ -49,5 +50,7 @@ def evaluate(
     total = len(found.answers)
     share = f" ({found.num_right / total:.1%})" if total else ""
     console.print(f"exact match: {found.num_right} of {total}{share}", highlight=False)
+    if found.num_cut:
+        warn(console, f"{found.num_cut} of {total} answers were cut at --max-new-tokens {max_new_tokens}; give more")
     if output is not None:
         console.print(f"wrote {output}", highlight=False, markup=False)

@@ -1,17 +1,20 @@
 """``lazysched train`` without a plan: profile the model on this machine, once, and solve.
 
-Profiles are kept in the user's cache, by model, machine and shape, and used again as long as they are readable there.
+Profiles are kept in the user's cache, by model, machine, number of threads and shape, and used again as long as they
+are readable there.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from lazysched.cli_hardware import say_if_beyond_the_machine
 from lazysched.errors import UsageError
 from lazysched.lines import say
 from lazysched.progress import profile_shown
@@ -20,7 +23,8 @@ from lazysched.train_config import TrainConfig
 from lazysched.trainable import patterns_of
 from lazysched.units import format_bytes, format_seconds, parse_bytes
 
-if TYPE_CHECKING:  # it loads transformers
+if TYPE_CHECKING:  # they load torch and transformers
+    from lazysched.runtime.plan_to_make import PlanToMake
     from lazysched.runtime.sources import ModelSource
 
 DEFAULT_ROWS, DEFAULT_LENGTH = 8, 1024
@@ -30,36 +34,49 @@ NUM_SIZES = 4
 LARGEST_SIZE = 32
 
 
-def make_plan(settings: TrainConfig, console: Console) -> Plan:
-    """Profile, or take the profile from the cache, solve, and save the plan beside the output folder.
+@dataclass(frozen=True)
+class Budgets:
+    """Memory to solve for; None takes what is free."""
+
+    gpu_bytes: int | None
+    host_bytes: int | None
+
+
+def plan_to_make(settings: TrainConfig, console: Console) -> PlanToMake:
+    """What is known of the plan; made, the profile is measured, or taken from the cache, solved, and the plan saved.
 
     Args:
         settings: of the run; the batch is ``per_device_train_batch_size`` times ``gradient_accumulation_steps``.
         console: what is done is said there.
 
     Raises:
-        LazyschedError: whatever profile or solve refuse.
+        UsageError: a budget or a pattern is none, or the plan could not be saved beside the output folder.
     """
     rows = (settings.per_device_train_batch_size or DEFAULT_ROWS) * settings.gradient_accumulation_steps
+    budgets = Budgets(*(_bytes(getattr(settings, name), name) for name in ("gpu_memory", "host_memory")))
     path = plan_path(settings)
-    if not path.parent.is_dir():
-        raise UsageError(f"output_dir: {settings.output_dir}: the folder {path.parent} does not exist; make it first")
-    gpu_bytes, host_bytes = (_bytes(getattr(settings, name), name) for name in ("gpu_memory", "host_memory"))
-    patterns_of(settings.trainable)
-    clip_norm = 1.0 if settings.max_grad_norm is None else settings.max_grad_norm or None
-    from lazysched.runtime.binding import bind_to_gpu
-    from lazysched.runtime.sources import resolve_model
+    if path.exists() and not path.is_file():
+        raise UsageError(f"output_dir: {settings.output_dir}: the plan goes to {path}, which is no file; move it away")
+    from lazysched.runtime.plan_to_make import PlanToMake
 
-    source = resolve_model(settings.model)
-    _check_data(settings, source)
-    bind_to_gpu(settings.device, console, wanted=settings.numa_bind)
-    profile = _profile(settings, source, rows, console)
+    return PlanToMake(
+        batch_size=rows, seq_len=settings.max_length or DEFAULT_LENGTH, packing=bool(settings.packing),
+        trainable=patterns_of(settings.trainable), make=lambda: _make_plan(settings, rows, budgets, console),
+    )  # fmt: skip
+
+
+def _make_plan(settings: TrainConfig, rows: int, budgets: Budgets, console: Console) -> Plan:
+    from lazysched.runtime.sources import resolve_model
     from lazysched.solver import solve
 
+    profile = _profile(settings, resolve_model(settings.model), rows, console)
+    say_if_beyond_the_machine(profile, budgets.gpu_bytes, budgets.host_bytes)
+    clip_norm = 1.0 if settings.max_grad_norm is None else settings.max_grad_norm or None
     solution = solve(
-        profile, batch_size=rows, max_grad_norm=clip_norm, gpu_memory_bytes=gpu_bytes, host_memory_bytes=host_bytes
-    )
-    plan, peaks = solution.plan, solution.timeline.peak_bytes
+        profile, batch_size=rows, max_grad_norm=clip_norm, gpu_memory_bytes=budgets.gpu_bytes,
+        host_memory_bytes=budgets.host_bytes,
+    )  # fmt: skip
+    plan, peaks, path = solution.plan, solution.timeline.peak_bytes, plan_path(settings)
     plan.save(path)
     step = f"{plan.accumulation} times {plan.micro_batch} rows, {format_seconds(solution.timeline.step_s)} a step"
     memory = f"gpu {format_bytes(peaks['gpu'])}, host {format_bytes(peaks['host'])}"
@@ -79,16 +96,6 @@ def sizes_of(rows: int) -> list[int]:
     return [size for size in powers if rows % size == 0][-NUM_SIZES:]
 
 
-def _check_data(settings: TrainConfig, source: ModelSource) -> None:
-    """Tokenise the data now, for the run too: what is wrong with them should not wait for the profile."""
-    from lazysched.runtime.data import Dataset
-    from lazysched.runtime.data.tokenizer import load_tokenizer
-
-    tokenizer = load_tokenizer(source)
-    for data in filter(None, (settings.data, settings.eval_data)):
-        Dataset.load(data, tokenizer, settings.max_length or DEFAULT_LENGTH, data_format=settings.data_format)
-
-
 def _profile(settings: TrainConfig, source: ModelSource, rows: int, console: Console) -> Profile:
     seq_len, packing = settings.max_length or DEFAULT_LENGTH, bool(settings.packing)
     device = None if settings.device == "auto" else settings.device
@@ -101,14 +108,14 @@ def _profile(settings: TrainConfig, source: ModelSource, rows: int, console: Con
     path = _cached(source, arguments)
     known = _load(path)
     if known is not None:
-        say(console, f"profile: measured before, {path}")
+        say(console, f"profile: measured before, {path}; remove that file to measure anew")
         return known
     from lazysched.profiles.measure import profile
 
+    path.parent.mkdir(parents=True, exist_ok=True)  # what cannot be kept should not take minutes first
     say(console, f"profile: {settings.model} on this machine, {seq_len} tokens a row; it takes some minutes")
     with profile_shown(console) as report:
         measured = profile(settings.model, **arguments, report=report)
-    path.parent.mkdir(parents=True, exist_ok=True)
     measured.save(path)
     say(console, f"profile: kept in {path}")
     return measured
@@ -123,12 +130,14 @@ def _load(path: Path) -> Profile | None:
 
 
 def _cached(source: ModelSource, arguments: dict[str, Any]) -> Path:
-    """Where the profile of this model, machine and shape is kept."""
+    """Where the profile of this model, machine, number of threads and shape is kept."""
     from lazysched.runtime.arguments import choose_device
+    from lazysched.runtime.engines import cpu_threads
     from lazysched.runtime.machine import hardware_id
     from lazysched.runtime.sources import default_cache_dir
 
-    machine = hardware_id(choose_device(arguments["device"]))
+    device = choose_device(arguments["device"])
+    machine = [hardware_id(device), cpu_threads(device)]
     text = repr([source.config.to_json_string(), machine, sorted(arguments.items())])
     folder = Path(os.environ.get("LAZYSCHED_PROFILES") or default_cache_dir() / "profiles")
     return folder / f"{hashlib.sha256(text.encode()).hexdigest()[:24]}.json"

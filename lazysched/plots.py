@@ -134,7 +134,7 @@ def draw_decisions(axes: Axes, decisions: pd.DataFrame) -> None:
     for column, name in TIER_ROWS.items():
         tiers = decisions[column].where(blocks | (column in ("weights", "state")), "")
         rows[name] = [TIER_COLORS.get(tier, MIXED_COLOR if tier else NOTHING_COLOR) for tier in tiers]
-    variants = _variant_colors(decisions[blocks])
+    variants = _variant_colors(decisions[blocks & (decisions.save != "")])  # without a backward nothing is saved
     rows["save variant"] = [variants.get(name, NOTHING_COLOR) for name in decisions.save.where(blocks, "")]
     if decisions.segment.max() > 1:
         rows["segment"] = _shades(decisions.segment.where(blocks, 0))
@@ -156,7 +156,7 @@ def draw_decisions(axes: Axes, decisions: pd.DataFrame) -> None:
 def _variant_colors(blocks: pd.DataFrame) -> dict[str, Color]:
     """Save variant -> colour, darker the more it keeps."""
     kept = blocks.groupby("save").saved_bytes.max().sort_values(ascending=False)
-    shades = np.linspace(0.95, 0.25, len(kept)) if len(kept) > 1 else [0.6]
+    shades = np.linspace(0.95, 0.25, len(kept)) if len(kept) != 1 else [0.6]
     return {str(name): _shade(float(share)) for name, share in zip(kept.index, shades, strict=True)}
 
 

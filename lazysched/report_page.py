@@ -22,12 +22,13 @@ from lazysched.run_plots import (
     log_frame,
 )
 from lazysched.runtime.report import comparison_rows
-from lazysched.runtime.train_result import TrainResult
+from lazysched.runtime.train_result import TrainResult, recorded_result
 from lazysched.schemas import Plan
 from lazysched.schemas.run import REPORT_HEAD, RUN_FILE, Run
 from lazysched.solver import simulate_plan, steady_frame
 from lazysched.solver.words import choice_in_words, stages_in_words
 from lazysched.step_rows import LOG_FILE, StepRow, rows_of
+from lazysched.trainable import training_of
 
 PLAN_FILE = "plan.json"
 
@@ -77,16 +78,7 @@ class SeenRun:
         """What the run returned when it ended; None where it did not."""
         if self.record is None:
             return None
-        predicted, record = self.plan.predicted if self.plan else None, self.record
-        return TrainResult(
-            output_dir=self.folder, losses=[row.loss for row in self.rows],
-            num_skipped=sum(row.skipped for row in self.rows), measured_step_s=record.measured_step_s,
-            predicted_step_s=predicted.step_s if predicted else None, timed=record.timed,
-            predicted_exposed_s=predicted.exposed_s if predicted else {},
-            predicted_moved_bytes=predicted.moved_bytes if predicted else {}, peak_bytes=record.peak_bytes,
-            predicted_peak_bytes=record.predicted_peak_bytes, held_out_loss_before=record.held_out_loss_before,
-            held_out_loss_after=record.held_out_loss_after,
-        )  # fmt: skip
+        return recorded_result(self.folder, self.record, self.rows, self.plan)
 
 
 def save_report(path: Path, folder: Path) -> None:
@@ -179,8 +171,10 @@ def _plan(run: SeenRun) -> Iterator[str]:
         return
     plan = run.plan
     alike: dict[str, list[str]] = {}
+    training = training_of(plan.profile.stages) if plan.profile else {}
     for name, choice in plan.stages.items():
-        alike.setdefault(choice_in_words(choice, name.startswith("block.")), []).append(name)
+        words = choice_in_words(choice, name.startswith("block."), training.get(name, "trained"))
+        alike.setdefault(words, []).append(name)
     yield "<h2>The plan</h2>"
     step = f"{plan.batch_size} rows of {plan.seq_len} tokens, {plan.accumulation} times {plan.micro_batch}"
     yield facts({"a step": step} | {stages_in_words(names): words for words, names in alike.items()})

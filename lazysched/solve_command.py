@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 
 from lazysched import file_options, plan_commands
-from lazysched.cli_hardware import profile_to_solve, say_if_above_the_card
+from lazysched.cli_hardware import profile_to_solve, say_if_beyond_the_machine
 from lazysched.outputs import require_folder_of, require_no_input
 from lazysched.progress import search_shown
 from lazysched.units import parse_bytes
@@ -96,8 +96,8 @@ def solve(
     files = file_options.file_settings(nvme, nvme_dir, not_executable, budgets)
     measured = profile_to_solve(profile_file, hardware, model, seq_len, micro_batch, trainable)
     gpu_memory_bytes = None if gpu_memory is None else parse_bytes(gpu_memory, "--gpu-memory")
-    say_if_above_the_card(measured, gpu_memory_bytes)
     host_memory_bytes = None if host_memory is None else parse_bytes(host_memory, "--host-memory")
+    say_if_beyond_the_machine(measured, gpu_memory_bytes, host_memory_bytes)
     settings: dict[str, Any] = {
         "gpu_memory_bytes": gpu_memory_bytes, "host_memory_bytes": host_memory_bytes, **files,
         "pins": pin or [], "max_grad_norm": max_grad_norm or None, "check_finite": finite_check,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.console import Console
@@ -13,12 +13,15 @@ from lazysched import data_commands
 from lazysched.errors import UsageError
 from lazysched.lines import say
 from lazysched.outputs import require_no_input
-from lazysched.own_plan import make_plan, plan_path
+from lazysched.own_plan import plan_path, plan_to_make
 from lazysched.report_command import end_report
 from lazysched.schemas import Plan
 from lazysched.train_config import TrainConfig, resolve
 from lazysched.trainable import trained_share
 from lazysched.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:  # it loads torch
+    from lazysched.runtime.run import Run
 
 
 def train(
@@ -119,31 +122,44 @@ def train(
     check_reporters(settings.report_to)
     _refuse_inputs(config, settings)
     arguments, console = settings.run_arguments(), Console()
-    if settings.plan is None:
-        schedule = make_plan(settings, console)
-    else:
-        schedule = Plan.load(settings.plan)
-        settings.check_plan(schedule)
-        schedule = _with_own_prediction(schedule, console)
-    if settings.plan is not None and settings.per_device_train_batch_size is not None:
-        split = f"a step of {schedule.batch_size} rows goes in {schedule.accumulation} times {schedule.micro_batch}"
-        console.print(f"{split}, as the plan says", highlight=False)
-    if schedule.trainable and not dry_run:
-        console.print(f"trained: {_trained(schedule)}", highlight=False, markup=False, soft_wrap=True)
-    if dry_run:
-        console.print(settings.as_yaml(), highlight=False, markup=False, soft_wrap=True, end="")
-        console.print(_memory_table(schedule))
-        console.print(f"trained: {_trained(schedule)}", highlight=False, markup=False, soft_wrap=True)
-        return
+    planned = plan_to_make(settings, console) if settings.plan is None else _given_plan(settings, console)
     from lazysched.runtime.binding import bind_to_gpu
+    from lazysched.runtime.finished import FinishedRun
     from lazysched.runtime.report import comparison_table
-    from lazysched.runtime.train import train as run
+    from lazysched.runtime.train import prepare
 
     bind_to_gpu(settings.device, console, wanted=settings.numa_bind)
-    result = run(schedule, **arguments, console=console)
+    run = prepare(planned, **arguments, console=console)
+    if isinstance(run, FinishedRun):
+        return
+    if dry_run:
+        _show(settings, run, console)
+        return
+    if run.plan.trainable:
+        say(console, f"trained: {_trained(run.plan)}")
+    result = run.to_end()
     console.print(comparison_table(result, "training"))
     say(console, f"trained model: {result.output_dir}")
     end_report(result.output_dir, console)
+
+
+def _given_plan(settings: TrainConfig, console: Console) -> Plan:
+    """The plan that the settings name, once they are those that it was solved for."""
+    assert settings.plan is not None
+    plan = Plan.load(settings.plan)
+    settings.check_plan(plan)
+    if settings.per_device_train_batch_size is not None:
+        split = f"a step of {plan.batch_size} rows goes in {plan.accumulation} times {plan.micro_batch}"
+        say(console, f"{split}, as the plan says")
+    return _with_own_prediction(plan, console)
+
+
+def _show(settings: TrainConfig, run: Run, console: Console) -> None:
+    """What would run."""
+    console.print(settings.as_yaml(), highlight=False, markup=False, soft_wrap=True, end="")
+    console.print(_memory_table(run.plan))
+    say(console, f"steps: {run.num_steps} of {run.plan.batch_size} rows, {run.num_epochs:.3g} epochs")
+    say(console, f"trained: {_trained(run.plan)}")
 
 
 def _refuse_inputs(config: Path | None, settings: TrainConfig) -> None:

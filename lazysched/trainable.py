@@ -8,10 +8,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from typing import Literal
 
 from lazysched.errors import UsageError
 from lazysched.flat_store import flat_bytes
 from lazysched.schemas import Plan, Stage
+
+Training = Literal["trained", "partly trained", "frozen", "no backward"]
+"""Of a stage: all or some of its parameters are trained; or none, and gradients pass through it or end before it."""
+FROZEN: tuple[Training, ...] = ("frozen", "no backward")
 
 
 def select_trained(stages: Sequence[Stage], patterns: Sequence[str]) -> list[Stage]:
@@ -69,6 +74,18 @@ def trained_part(stage: Stage, element_bytes: int) -> Stage:
 def first_trained(stages: Sequence[Stage]) -> int:
     """Where in ``stages`` the first is that trains anything, at which the backward ends; their number if none does."""
     return next((place for place, stage in enumerate(stages) if stage.is_trained), len(stages))
+
+
+def training_of(stages: Sequence[Stage]) -> dict[str, Training]:
+    """What training does with each stage of a model, by its name."""
+    first = first_trained(stages)
+    return {stage.id: _training(stage, place >= first) for place, stage in enumerate(stages)}
+
+
+def _training(stage: Stage, has_backward: bool) -> Training:
+    if not stage.is_trained:
+        return "frozen" if has_backward else "no backward"
+    return "trained" if len(stage.trained_params) == len(stage.params) else "partly trained"
 
 
 def check_trained(patterns: Sequence[str], plan: Plan) -> None:

@@ -42,6 +42,8 @@ class Answer:
     answer: str
     given: str | None
     is_right: bool
+    is_cut: bool
+    """Whether it had not come to its end at ``max_new_tokens``."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,11 @@ class ExactMatch:
     def num_right(self) -> int:
         """Answers whose last number is the reference's."""
         return sum(answer.is_right for answer in self.answers)
+
+    @property
+    def num_cut(self) -> int:
+        """Answers that were longer than ``max_new_tokens``."""
+        return sum(answer.is_cut for answer in self.answers)
 
     def save(self, path: Path) -> None:
         """Write one JSON object a row."""
@@ -105,8 +112,8 @@ def exact_match(
     answers: dict[int, Answer] = {}
     for first in range(0, len(order), batch_size):
         batch = order[first : first + batch_size]
-        texts = _generate(network, tokenizer, [rows[k] for k in batch], max_new_tokens, target)
-        answers |= {k: rows[k].judged(text) for k, text in zip(batch, texts, strict=True)}
+        found = _generate(network, tokenizer, [rows[k] for k in batch], max_new_tokens, target)
+        answers |= {k: rows[k].judged(*answered) for k, answered in zip(batch, found, strict=True)}
         report(len(answers), sum(answer.is_right for answer in answers.values()))
     return ExactMatch([answers[k] for k in range(len(rows))])
 
@@ -160,10 +167,10 @@ class _Question:
     is_templated: bool
     expected: str
 
-    def judged(self, answer: str) -> Answer:
+    def judged(self, answer: str, is_cut: bool) -> Answer:
         given = last_number(answer)
         is_right = given is not None and Decimal(given) == Decimal(self.expected)
-        return Answer(self.place, self.prompt, self.expected, answer, given, is_right)
+        return Answer(self.place, self.prompt, self.expected, answer, given, is_right, is_cut)
 
 
 def _questions(data: str, data_format: str | None, tokenizer: Any) -> Iterator[_Question]:
@@ -196,8 +203,8 @@ def _nothing_asked(row: PlacedText) -> UsageError:
 
 def _generate(
     network: Any, tokenizer: Any, rows: Iterable[_Question], max_new_tokens: int, device: torch.device
-) -> list[str]:
-    """Answers to ``rows``, padded on the left so that every answer begins at the same place."""
+) -> list[tuple[str, bool]]:
+    """(answer, whether it was cut) to ``rows``, padded on the left so that every answer begins at the same place."""
     listed = list(rows)
     # Where a template wrote the text, its start token is in it.
     ids = [tokenizer(row.prompt, add_special_tokens=not row.is_templated)["input_ids"] for row in listed]
@@ -209,4 +216,15 @@ def _generate(
         made = network.generate(
             input_ids=tokens, attention_mask=mask, do_sample=False, max_new_tokens=max_new_tokens, pad_token_id=pad_id
         )
-    return [str(text) for text in tokenizer.batch_decode(made[:, length:], skip_special_tokens=True)]
+    answers = made[:, length:]
+    ends = torch.tensor(_end_ids(network, tokenizer), device=device)
+    is_cut = ~torch.isin(answers, ends).any(dim=1) & (answers.shape[1] == max_new_tokens)
+    texts = tokenizer.batch_decode(answers, skip_special_tokens=True)
+    return [(str(text), cut) for text, cut in zip(texts, is_cut.tolist(), strict=True)]
+
+
+def _end_ids(network: Any, tokenizer: Any) -> list[int]:
+    """Tokens at which generating ends."""
+    own = network.generation_config.eos_token_id
+    found = {tokenizer.eos_token_id, *(own if isinstance(own, list) else [own])}
+    return [token for token in found if token is not None]

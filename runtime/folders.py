@@ -66,6 +66,11 @@ def foreign_entry(folder: Path) -> str | None:
     return min((entry.name for entry in others if not (is_checkpoint(entry) or is_own_file(entry))), default=None)
 
 
+def missing_entries(folder: Path) -> set[str]:
+    """What ``new_folder`` wrote into ``folder`` and is no longer there, its manifest before all."""
+    return {name for name in {MANIFEST, *_listed(folder / MANIFEST)} if not (folder / name).exists()}
+
+
 def is_checkpoint(entry: Path) -> bool:
     """Whether ``entry`` is a checkpoint that a run began to write, whole or not."""
     if not _CHECKPOINT.fullmatch(entry.name) or entry.is_symlink() or not entry.is_dir():

@@ -95,19 +95,35 @@ def _load(path: Path) -> Checkpoint:
     return Checkpoint(path, manifest, state, History(rows, num_restored=len(rows)))
 
 
-def check_same_run(
-    checkpoint: Checkpoint, fixed: Mapping[str, Value], arguments: Mapping[str, Value], console: Console
-) -> None:
-    """Refuse to go on with other data, seed, batch or model; say what else is another than it was.
+def check_same_run(checkpoint: Checkpoint, fixed: Mapping[str, Value], data_name: str, *, is_all: bool) -> None:
+    """Refuse to go on with other data, seed, batch or model.
+
+    Args:
+        checkpoint: to go on from.
+        fixed: field -> what it is now.
+        data_name: what the user calls the data.
+        is_all: whether ``fixed`` has all there is, so that one that it lacks is a difference.
 
     Raises:
         UsageError: the first field that must be the same and is not.
     """
-    for field, before, now in differences(checkpoint.state.fixed, fixed):
-        raise UsageError(
-            f"{field}: {_shown(now)}, and {checkpoint.path} was made with {_shown(before)}; {_remedy(field, before)}, "
-            f"or begin anew without --resume"
-        )
+    before = {name: value for name, value in checkpoint.state.fixed.items() if is_all or name in fixed}
+    for field, was, now in differences(before, fixed):
+        both = f"{now}, and {checkpoint.path} was made with {was}"
+        found = _other_data(checkpoint, data_name) if field == "data" else both
+        raise UsageError(f"{field}: {found}; {_remedy(field, was)}, or begin anew without --resume")
+
+
+def _other_data(checkpoint: Checkpoint, data_name: str) -> str:
+    """What tells the data from those of before, whose contents are others."""
+    before = checkpoint.state.data_name
+    if before is None or before == data_name:
+        return f"{data_name} has other rows, or other tokens, than when {checkpoint.path} was made"
+    return f"{data_name}, and {checkpoint.path} was made with {before}, which has other rows or tokens"
+
+
+def say_other_arguments(checkpoint: Checkpoint, arguments: Mapping[str, Value], console: Console) -> None:
+    """Say what may be another than it was, and is."""
     for field, before, now in differences(checkpoint.state.arguments, arguments):
         say(console, f"{field}: {_shown(now)}, in the checkpoint {_shown(before)}")
 

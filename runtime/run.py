@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -12,6 +13,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
+from lazysched.chrome_trace import save_chrome_trace
 from lazysched.errors import LazyschedError, RunError, StoppedError
 from lazysched.lines import say, warn
 from lazysched.runtime import data as data_module
@@ -51,13 +53,14 @@ class Origin:
     fixed: dict[str, Value]
     arguments: dict[str, Value]
     batches: data_module.Batches
+    data_name: str
 
     def state(self, history: History, session: Session) -> TrainingState:
         """Where the run stands after the rows of ``history``."""
         epoch, position = divmod(history.num_done * session.plan.batch_size, self.batches.num_rows)
         return TrainingState(
             step=history.num_done, num_updates=session.num_updates, epoch=epoch, position=position,
-            fixed=self.fixed, arguments=self.arguments,
+            fixed=self.fixed, arguments=self.arguments, data_name=self.data_name,
         )  # fmt: skip
 
 
@@ -69,6 +72,7 @@ class Run:
         start: the checkpoint that it goes on from.
         history: rows of the steps so far.
         recorder: times the operations of some steps.
+        trace: file for the timeline of the steps ``traced``; None: none is written.
         program: a step, once the run has ended.
         intervals: what the recorder timed, once the run has ended.
     """
@@ -90,8 +94,20 @@ class Run:
     eval_steps: int
     logging_steps: int
     report_to: Sequence[ReporterName]
+    trace: Path | None
+    traced: range
     program: Program = field(init=False)
     intervals: list[Interval] = field(init=False)
+
+    @property
+    def num_steps(self) -> int:
+        """Of the whole run."""
+        return self.schedule.num_steps
+
+    @property
+    def num_epochs(self) -> float:
+        """Passes over the data in these."""
+        return self.num_steps * self.plan.batch_size / self.origin.batches.num_rows
 
     def to_end(self) -> TrainResult:
         """Train and write the result; errors as those of ``train``."""
@@ -100,7 +116,7 @@ class Run:
             with self._open() as session:
                 checkpoints = self._checkpoints(session)
                 self._fill(session)
-                with self._reporters() as reporters:
+                with self._reporters() as reporters, self._naming_what_is_kept(checkpoints):
                     before, after = self._train_and_evaluate(session, checkpoints, reporters)
                 self.program, self.intervals = session.program, self.recorder.intervals()
                 result = self._result(
@@ -112,6 +128,9 @@ class Run:
             if "out of memory" not in str(error):
                 raise
             raise out_of_memory(self.plan, error) from None
+        if self.trace is not None:
+            chosen = [interval for interval in self.intervals if interval.step in self.traced]
+            save_chrome_trace(self.trace, self.program, chosen)
         return result
 
     def _open(self) -> Session:
@@ -214,6 +233,16 @@ class Run:
         loss = held_out_loss(session, self.inputs)
         report.tell(f"step {num_done}: held-out loss {'not taken' if loss is None else format(loss, '.4f')}")
         return loss
+
+    @contextlib.contextmanager
+    def _naming_what_is_kept(self, checkpoints: Checkpoints) -> Iterator[None]:
+        """Who ends a run at once is told what it can go on from."""
+        try:
+            yield
+        except KeyboardInterrupt:
+            if checkpoints.last:
+                say(self.console, f"{checkpoints.last} is kept; go on from it with --resume")
+            raise
 
     def _stopped(self, stop: StopSignals, checkpoints: Checkpoints) -> StoppedError:
         where = f"go on from {checkpoints.last} with --resume" if checkpoints.last else "no checkpoint was saved"

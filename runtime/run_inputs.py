@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from rich.console import Console
 
 from lazysched.errors import UsageError
-from lazysched.lines import say
+from lazysched.lines import say, warn
 from lazysched.runtime import data as data_module
 from lazysched.runtime.data.tokenizer import load_tokenizer
 from lazysched.runtime.loop import mean_loss
+from lazysched.runtime.plan_to_make import PlanToMake
 from lazysched.runtime.session import Session
 from lazysched.runtime.sources import ModelSource, resolve_model
 from lazysched.schemas import Plan
@@ -30,8 +31,9 @@ class RunInputs:
 
 
 def read_inputs(
-    plan: Plan, model: str, data: str, eval_data: str | None, data_format: str | None, init: str, console: Console
-) -> RunInputs:
+    plan: Plan | PlanToMake, model: str, data: str, eval_data: str | None, data_format: str | None, init: str,
+    console: Console,
+) -> RunInputs:  # fmt: skip
     """Find the model and tokenise the data, saying what came of them; arguments as those of ``train``.
 
     Raises:
@@ -57,15 +59,21 @@ def read_inputs(
 
 
 def training_batches(
-    plan: Plan, inputs: RunInputs, data: str, seed: int, group_by_length: bool, console: Console
+    plan: Plan | PlanToMake, inputs: RunInputs, data: str, seed: int, group_by_length: bool, console: Console
 ) -> data_module.Batches:
-    """Batches of the plan's shape; packed ones say how many rows came of it."""
+    """Batches of the plan's shape; it is said how many rows packing made, and where a step is more than all rows."""
     batches = data_module.Batches(
         inputs.train, plan.batch_size, plan.seq_len, seed, inputs.pad_id, packing=plan.packing,
         group_by_length=group_by_length,
     )  # fmt: skip
     if plan.packing:
         say(console, f"{data}: packed into {batches.num_rows} rows of {plan.seq_len} tokens")
+    if plan.batch_size > batches.num_rows:
+        warn(
+            console,
+            f"a step takes {plan.batch_size} rows and the data have {batches.num_rows}: every step trains rows more "
+            f"than once; take a smaller batch, or more data",
+        )
     return batches
 
 

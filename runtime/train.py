@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Literal, ParamSpec
 
 import torch
 from rich.console import Console
 
-from lazysched.chrome_trace import check_trace_file, save_chrome_trace
+from lazysched.chrome_trace import check_trace_file
 from lazysched.errors import UsageError
-from lazysched.lines import warn
+from lazysched.lines import say, warn
 from lazysched.runtime import machine
 from lazysched.runtime.arguments import check_numbers, check_optimizer, choose_device
 from lazysched.runtime.checkpoint import check_output_dir
 from lazysched.runtime.chosen_steps import timed_range, traced_range
+from lazysched.runtime.finished import FinishedRun, finished_run
 from lazysched.runtime.folders import undo_cut_swap
 from lazysched.runtime.loop import History
+from lazysched.runtime.plan_to_make import PlanToMake
 from lazysched.runtime.recorder import Recorder
 from lazysched.runtime.reporters import check_reporters
-from lazysched.runtime.resuming import Checkpoint, check_same_run, choose_checkpoint
+from lazysched.runtime.resuming import Checkpoint, check_same_run, choose_checkpoint, say_other_arguments
 from lazysched.runtime.run import Origin, Run
 from lazysched.runtime.run_inputs import read_inputs, training_batches
 from lazysched.runtime.saving import SavingPolicy
@@ -31,9 +34,11 @@ from lazysched.runtime.training_state import Value, fixed_fields, plan_sha256
 from lazysched.schemas import Plan
 from lazysched.train_config import ReporterName
 
+_Arguments = ParamSpec("_Arguments")
 
-def train(
-    plan: Plan,
+
+def prepare(
+    plan: Plan | PlanToMake,
     *,
     model: str,
     data: str,
@@ -65,8 +70,10 @@ def train(
     resume: bool = False,
     resume_from_checkpoint: str | None = None,
     console: Console | None = None,
-) -> TrainResult:
-    """Train as ``plan`` says and write the model to ``output_dir``, with what its operations took.
+) -> Run | FinishedRun:
+    """The run that trains as ``plan`` says and writes the model to ``output_dir``; ``train`` takes it to its end.
+
+    Everything is checked here, first what needs no plan; nothing but the plan is made, and no memory taken.
 
     Args:
         plan: solved for this model; another machine than the plan's only draws a warning.
@@ -99,7 +106,8 @@ def train(
         save_steps: steps between two checkpoints, ``checkpoint-N`` in ``output_dir``; 0 saves none but when stopped.
         save_total_limit: how many checkpoints stay; None keeps all.
         save_state_limit: how many of them keep their optimizer state; older ones keep the model.
-        resume: go on from the newest valid checkpoint in ``output_dir``, to the bit as if it had never ended.
+        resume: go on from the newest valid checkpoint in ``output_dir``, to the bit as if it had never ended; a run
+            that is finished stays as it is.
         resume_from_checkpoint: go on from this one.
         console: where progress goes.
 
@@ -122,30 +130,53 @@ def train(
         check_trace_file(Path(trace), folder)
     start = choose_checkpoint(folder, resume, resume_from_checkpoint, console)
     inputs = read_inputs(plan, model, data, eval_data, data_format, init, console)
-    _compare_hardware(plan, target, console)
-    clip_norm = plan.update.clip_norm if max_grad_norm is None else (max_grad_norm or None)
     batches = training_batches(plan, inputs, data, seed, group_by_length, console)
     num_steps = batches.num_steps(num_train_epochs) if max_steps is None else max_steps
-    kept: dict[str, Value] = {
-        "plan_sha256": plan_sha256(plan), "num_steps": num_steps, "learning_rate": learning_rate,
-        "lr_scheduler_type": lr_scheduler_type, "warmup_ratio": warmup_ratio, "weight_decay": weight_decay,
-        "max_grad_norm": clip_norm, "adam_beta1": adam_beta1, "adam_beta2": adam_beta2, "adam_epsilon": adam_epsilon,
+    asked: dict[str, Value] = {
+        "num_steps": num_steps, "learning_rate": learning_rate, "lr_scheduler_type": lr_scheduler_type,
+        "warmup_ratio": warmup_ratio, "weight_decay": weight_decay, "adam_beta1": adam_beta1,
+        "adam_beta2": adam_beta2, "adam_epsilon": adam_epsilon,
     }  # fmt: skip
-    origin = Origin(fixed_fields(plan, inputs.train, seed, group_by_length), kept, batches)
-    history = History() if start is None else _history_of(start, origin, num_steps, console)
+    if start is not None:
+        known = fixed_fields(plan, inputs.train, seed, group_by_length)
+        _check_start(start, known, data, num_steps, is_all=isinstance(plan, Plan))
+        finished = finished_run(folder, start, num_steps, known | asked, is_newest=resume)
+        if finished is not None:
+            say(console, _nothing_left(finished))
+            return finished
+    history = History() if start is None else start.history
     traced = traced_range(trace, trace_steps, history.num_done, num_steps)
-    run = Run(
+    if isinstance(plan, PlanToMake):
+        plan = plan.make()
+    _compare_hardware(plan, target, console)
+    clip_norm = plan.update.clip_norm if max_grad_norm is None else (max_grad_norm or None)
+    kept = {"plan_sha256": plan_sha256(plan), **asked, "max_grad_norm": clip_norm}
+    origin = Origin(fixed_fields(plan, inputs.train, seed, group_by_length), kept, batches, data)
+    if start is not None:
+        check_same_run(start, origin.fixed, data, is_all=True)
+        say_other_arguments(start, kept, console)
+    return Run(
         plan=plan, inputs=inputs, init=init, device=target, folder=folder, console=console, start=start, origin=origin,
         settings=AdamWSettings(adam_beta1, adam_beta2, adam_epsilon, weight_decay, seed), clip_norm=clip_norm,
         schedule=LearningRateSchedule(learning_rate, lr_scheduler_type, num_steps, warmup_ratio), history=history,
         recorder=Recorder({*timed_range(history.num_done, num_steps), *traced}, target), policy=policy,
         eval_steps=eval_steps, logging_steps=logging_steps, report_to=report_to,
+        trace=None if trace is None else Path(trace), traced=traced,
     )  # fmt: skip
-    result = run.to_end()
-    if trace is not None:
-        chosen = [interval for interval in run.intervals if interval.step in traced]
-        save_chrome_trace(Path(trace), run.program, chosen)
-    return result
+
+
+def _to_its_end(prepared: Callable[_Arguments, Run | FinishedRun]) -> Callable[_Arguments, TrainResult]:
+    """``prepared``, and the run as well: the same arguments need not be listed twice."""
+
+    @functools.wraps(prepared)
+    def train(*arguments: _Arguments.args, **settings: _Arguments.kwargs) -> TrainResult:
+        return prepared(*arguments, **settings).to_end()
+
+    train.__name__ = train.__qualname__ = "train"
+    return train
+
+
+train = _to_its_end(prepare)
 
 
 def _check_evaluation(eval_steps: int, eval_data: str | None) -> None:
@@ -154,15 +185,21 @@ def _check_evaluation(eval_steps: int, eval_data: str | None) -> None:
         raise UsageError(f"eval_steps: {eval_steps}: {remedy}")
 
 
-def _history_of(start: Checkpoint, origin: Origin, num_steps: int, console: Console) -> History:
-    """Rows of the steps before, once the run may go on from them."""
-    check_same_run(start, origin.fixed, origin.arguments, console)
+def _check_start(start: Checkpoint, known: dict[str, Value], data: str, num_steps: int, *, is_all: bool) -> None:
+    """Refuse a checkpoint that this run may not go on from, as far as is known."""
+    check_same_run(start, known, data, is_all=is_all)
     if start.state.step > num_steps:
         raise UsageError(
             f"max_steps: {num_steps} is less than the {start.state.step} steps of {start.path}; give at least "
             f"--max-steps {start.state.step}"
         )
-    return start.history
+
+
+def _nothing_left(finished: FinishedRun) -> str:
+    return (
+        f"{finished.folder}: this run is finished, all {len(finished.rows)} steps are done, and stays as it is; "
+        f"to train on, give more --max-steps"
+    )
 
 
 def _compare_hardware(plan: Plan, device: torch.device, console: Console) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lazysched.schemas import Engine
+from lazysched.schemas import Engine, Plan
+from lazysched.schemas.run import Run
+from lazysched.step_rows import StepRow
 from lazysched.timeline import TimedSteps
 
 
@@ -32,3 +35,16 @@ class TrainResult:
     predicted_peak_bytes: dict[str, int]
     held_out_loss_before: float | None
     held_out_loss_after: float | None
+
+
+def recorded_result(folder: Path, record: Run, rows: Sequence[StepRow], plan: Plan | None) -> TrainResult:
+    """What a run returned when it ended, from what its folder holds; without its plan nothing was predicted."""
+    predicted = plan.predicted if plan else None
+    return TrainResult(
+        output_dir=folder, losses=[row.loss for row in rows], num_skipped=sum(row.skipped for row in rows),
+        measured_step_s=record.measured_step_s, predicted_step_s=predicted.step_s if predicted else None,
+        timed=record.timed, predicted_exposed_s=predicted.exposed_s if predicted else {},
+        predicted_moved_bytes=predicted.moved_bytes if predicted else {}, peak_bytes=record.peak_bytes,
+        predicted_peak_bytes=record.predicted_peak_bytes, held_out_loss_before=record.held_out_loss_before,
+        held_out_loss_after=record.held_out_loss_after,
+    )  # fmt: skip

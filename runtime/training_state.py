@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field
 
 from lazysched.runtime.data import Dataset
+from lazysched.runtime.plan_to_make import PlanToMake
 from lazysched.schemas import Plan, Schema
 from lazysched.schemas.base import Document
 
@@ -60,16 +61,23 @@ class TrainingState(Document):
     """Field -> what must be the same when the run goes on."""
     arguments: dict[str, Value]
     """Field -> what may change when the run goes on."""
+    data_name: str | None = None
+    """What the user called the data, which are told apart by their contents; null: not kept yet then."""
 
 
-def fixed_fields(plan: Plan, dataset: Dataset, seed: int, group_by_length: bool) -> dict[str, Value]:
-    """What makes going on meaningless when it changes."""
+def fixed_fields(plan: Plan | PlanToMake, dataset: Dataset, seed: int, group_by_length: bool) -> dict[str, Value]:
+    """What makes going on meaningless when it changes; of a plan that is still to be made, what is known before."""
+    known: dict[str, Value] = {
+        "data": dataset.fingerprint, "seed": seed, "batch_size": plan.batch_size, "group_by_length": group_by_length,
+        "seq_len": plan.seq_len, "packing": plan.packing,
+        "trainable": ", ".join(sorted(set(plan.trainable))) or None,
+    }  # fmt: skip
+    if isinstance(plan, PlanToMake):
+        return known
     formats = {f"stages.{name}.state_format": stage.state_format for name, stage in plan.stages.items()}
     return {
-        "model_id": plan.model_id, "data": dataset.fingerprint, "seed": seed, "batch_size": plan.batch_size,
-        "group_by_length": group_by_length, "seq_len": plan.seq_len, "packing": plan.packing,
-        "compute_dtype": plan.compute_dtype, "fp32_state_elements": plan.fp32_state_elements,
-        "trainable": ", ".join(sorted(set(plan.trainable))) or None, **formats,
+        "model_id": plan.model_id, **known, "compute_dtype": plan.compute_dtype,
+        "fp32_state_elements": plan.fp32_state_elements, **formats,
     }  # fmt: skip
 
 

@@ -11,8 +11,9 @@ from rich.table import Table
 from lazysched.errors import UsageError
 from lazysched.schemas import Engine, Plan, Prediction, Schema, StagePlan, Tier
 from lazysched.solver.simulate_report import up_to_date
-from lazysched.solver.words import saves_in_words, stages_in_words, weights_in_words
+from lazysched.solver.words import saves_in_words, stages_in_words, state_in_words, weights_in_words
 from lazysched.solver.wrapping import print_wrapped
+from lazysched.trainable import Training, training_of
 from lazysched.units import format_bytes, format_seconds
 
 APART = {
@@ -22,6 +23,8 @@ APART = {
 """Fields of a plan that are no decisions, or are set side by side in a form of their own."""
 SETTINGS = [name for name in Plan.model_fields if name not in APART]
 NO_FIGURE = "-"
+NO_TIME_S = 1e-9
+"""Waits and differences below it are rounding."""
 
 
 class Difference(Schema):
@@ -113,19 +116,20 @@ def _pins(plan: Plan) -> str:
 
 
 def _stage_differences(plan_a: Plan, plan_b: Plan) -> list[Difference]:
-    fields: tuple[tuple[str, Callable[[StagePlan], str]], ...] = (
-        ("weights", weights_in_words),
-        ("optimizer state", lambda choice: f"{choice.state_format} on {choice.state}"),
+    fields: tuple[tuple[str, Callable[[StagePlan, Training], str]], ...] = (
+        ("weights", lambda choice, _: weights_in_words(choice)),
+        ("optimizer state", state_in_words),
         ("saves", saves_in_words),
     )
+    both = [(plan, training_of(plan.profile.stages) if plan.profile else {}) for plan in (plan_a, plan_b)]
     result = []
     for name, words in fields:
         changed = [
-            (stage, words(plan_a.stages[stage]), words(plan_b.stages[stage]))
+            (stage, *(words(plan.stages[stage], training.get(stage, "trained")) for plan, training in both))
             for stage in plan_a.stages
             if stage.startswith("block.") or name != "saves"
         ]
-        runs: dict[tuple[str, str], list[str]] = {}
+        runs: dict[tuple[str, ...], list[str]] = {}
         for pair, run in groupby(changed, key=lambda item: item[1:]):
             if pair[0] != pair[1]:
                 runs.setdefault(pair, []).extend(stage for stage, *_ in run)
@@ -136,7 +140,7 @@ def _stage_differences(plan_a: Plan, plan_b: Plan) -> list[Difference]:
 def _figures(plan_a: Plan, plan_b: Plan) -> list[Figure]:
     predicted = up_to_date(plan_a), up_to_date(plan_b)
     both = [p for p in predicted if p is not None]
-    engines: dict[Engine, None] = dict.fromkeys(e for p in both for e, seconds in p.exposed_s.items() if seconds > 0)
+    engines: dict[Engine, None] = dict.fromkeys(e for p in both for e, s in p.exposed_s.items() if s > NO_TIME_S)
     links: dict[Engine, None] = dict.fromkeys(e for p in both for e in p.moved_bytes)
     tiers: dict[Tier, None] = dict.fromkeys(t for p in both for t, size in p.peak_bytes.items() if size)
     rows: list[tuple[str, Callable[[Prediction, Plan], float]]] = [
@@ -185,13 +189,20 @@ def _row(figure: Figure) -> tuple[str, ...]:
     label = name.replace("_per_s", "/s").removesuffix("_s").removesuffix("_bytes").replace("_", " ")
     show = _shower(name)
     shown = [NO_FIGURE if value is None else show(value) for value in (a, b)]
-    if a is None or b is None or a == b:
+    if a is None or b is None or _is_rounding(name, b - a):
         return label, *shown, ""
     change = f" ({100 * (b / a - 1):+.1f} %)" if a else ""
     return label, *shown, f"{'+' if b > a else '-'}{show(abs(b - a))}{change}"
 
 
+def _is_rounding(name: str, value: float) -> bool:
+    """Whether a figure, or the difference of two, is nothing but rounding."""
+    return abs(value) <= (NO_TIME_S if name.endswith("_s") and not name.endswith("_per_s") else 0.0)
+
+
 def _shower(name: str) -> Callable[[float], str]:
     if name.endswith("_per_s"):
         return lambda value: f"{value:,.0f}"
-    return format_seconds if name.endswith("_s") else format_bytes
+    if name.endswith("_s"):
+        return lambda value: format_seconds(0.0 if _is_rounding(name, value) else value)
+    return format_bytes

@@ -29,7 +29,7 @@ from lazysched.segments import segments_of
 from lazysched.solver.pins import Pin, kept_pins, of_stage
 from lazysched.solver.simulate import SIMULATED_STEPS, Timeline, simulate_plan
 from lazysched.solver.what_if import over_budget
-from lazysched.trainable import first_trained
+from lazysched.trainable import Training, first_trained, training_of
 
 ROUNDING = 1e-9
 """Share of a step below which two simulated steps are equal."""
@@ -61,6 +61,8 @@ class StageCosts(Schema):
     stages: list[str]
     """In forward order."""
     choice: StagePlan
+    training: Training = "trained"
+    """What is frozen has no optimizer state, wherever ``choice`` has it, and without a backward it saves nothing."""
     recompute_s: float
     """Time in forward and backward beyond that of the fastest variants at this micro-batch."""
     moved_bytes: dict[Engine, int]
@@ -95,6 +97,7 @@ def base_of(plan: Plan, profile: Profile) -> Base:
 def stage_costs(base: Base) -> list[StageCosts]:
     """One entry for each distinct decision about stages of equal structure, in order of first appearance."""
     groups: dict[str, list[Stage]] = defaultdict(list)
+    training = training_of(base.profile.stages)
     for stage in base.profile.stages:
         groups[f"{stage.structure} {base.plan.stages[stage.id].model_dump_json()}"].append(stage)
     durations = _Durations(base)
@@ -102,6 +105,7 @@ def stage_costs(base: Base) -> list[StageCosts]:
         StageCosts(
             stages=[stage.id for stage in stages],
             choice=base.plan.stages[stages[0].id],
+            training=training[stages[0].id],
             recompute_s=sum(map(durations.recompute_s, stages)),
             moved_bytes=_moved_bytes(base.program, {stage.id for stage in stages}),
             kept_bytes=_kept_bytes(base, stages),
@@ -256,7 +260,11 @@ def _changed_choices(base: Base, stage: Stage) -> Iterator[_Changed]:
         yield from _other_save_tiers(base, choice, own)
     for weights, state in _other_places(choice, _tiers_in_use(base)):
         update = {"weights": weights, "state": state}
-        yield _place_words(choice, weights, state), choice.model_copy(update=update), own
+        if stage.is_trained:
+            yield _place_words(choice, weights, state), choice.model_copy(update=update), own
+        elif weights == state:  # no state: its tier only says where weights come from
+            words = "keeping its weights on gpu" if weights == "gpu" else f"streaming its weights from {weights}"
+            yield words, choice.model_copy(update=update), own
 
 
 def _other_places(choice: StagePlan, tiers: Sequence[Tier]) -> Iterator[tuple[Tier, Tier]]:

@@ -136,7 +136,7 @@ def _decisions(explanation: Explanation) -> Iterator[str]:
         yield f"Fixed by hand: {', '.join(explanation.pins)}."
     for costs in explanation.stages:
         is_block = costs.stages[0].startswith("block.")
-        yield f"{stages_in_words(costs.stages)}: {choice_in_words(costs.choice, is_block)}"
+        yield f"{stages_in_words(costs.stages)}: {choice_in_words(costs.choice, is_block, costs.training)}"
         yield f"    {_costs(costs)}"
         for alternative in costs.alternatives:
             yield f"    {_alternative(alternative)}"

@@ -28,6 +28,7 @@ from lazysched.solver.measured import host_memories, offload_limits
 from lazysched.solver.memory_rows import Budgets, add_memory_rows
 from lazysched.solver.nearest import nearest
 from lazysched.solver.options import GB, SaveOption, Scope, StageCosts, StateChoice
+from lazysched.solver.pins import Pin
 from lazysched.solver.plans import Choices, make_plan
 from lazysched.solver.simulate import peak_bytes, pinned_bytes
 from lazysched.solver.stopwatch import Stopwatch
@@ -56,8 +57,9 @@ class Question:
         budget_bytes: of each tier.
         state_format: of the optimizer state.
         scope: where things may be.
-        make_instance: the coefficients of a candidate with state in a format and things in a scope.
+        make_instance: the coefficients of a candidate with state in a format, things in a scope, and what is fixed.
         seed: of HiGHS.
+        pins: decisions fixed by hand.
         watch: how long may be looked; after that the descents alone answer, which take a part of a second.
     """
 
@@ -66,8 +68,9 @@ class Question:
     budget_bytes: Mapping[Tier, int]
     state_format: StateFormat
     scope: Scope
-    make_instance: Callable[[Candidate, StateFormat, Scope], Instance]
+    make_instance: Callable[[Candidate, StateFormat, Scope, tuple[Pin, ...]], Instance]
     seed: int
+    pins: tuple[Pin, ...] = ()
     watch: Stopwatch = field(default_factory=lambda: Stopwatch(math.inf))
 
     def within(self, limit_s: float) -> Question:
@@ -88,7 +91,7 @@ class Question:
         memory = host_memories(self.profile, self.budget_bytes["host"])[-1]
         first = shallowest(Candidate(micro_batch, accumulation, host_memory=memory, segments=self.scope.segments))
         found = [
-            self.make_instance(replace(first, offload_limit_bytes=limit), self.state_format, self.scope)
+            self.make_instance(replace(first, offload_limit_bytes=limit), self.state_format, self.scope, self.pins)
             for limit in offload_limits(self.profile, micro_batch)
         ]
         return [instance for instance in found if instance.has_options]

@@ -27,7 +27,7 @@ def any_that_fits(space: Space) -> Found:
     watch = Stopwatch(limit_s)
     question = infeasible.Question(
         settings.profile, settings.batch_size, settings.budget_bytes, settings.state_format,
-        settings.scope, space.make_instance, settings.seed, watch,
+        settings.scope, space.make_instance, settings.seed, settings.pins, watch,
     )  # fmt: skip
     sought = infeasible.fitting(question)
     if sought.nearest is None:

@@ -11,7 +11,7 @@ from lazysched.optimizer_state import state_bytes
 from lazysched.schemas import BYTES_PER_ELEMENT, Plan, Profile, Stage, Tier, variant_key
 from lazysched.solver.simulate import simulate_plan
 from lazysched.timeline import LINK_ENGINES, intervals_by_step
-from lazysched.trainable import first_trained
+from lazysched.trainable import FROZEN, first_trained, training_of
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -29,8 +29,9 @@ def plan_frame(plan: Plan, profile: Profile | None = None) -> pd.DataFrame:
     Returns:
         Index ``stage``, and the columns
 
-        - ``weights state state_format save segment input_tier`` as in the plan; ``saved_tiers``: where lies what is
-          saved beside the input, several tiers joined by ``+``, empty where nothing is;
+        - ``weights state state_format save segment input_tier`` as in the plan, but empty where the profile says that
+          nothing is trained (state) or no backward runs (what a block saves, and where); ``saved_tiers``: where lies
+          what is saved beside the input, several tiers joined by ``+``, empty where nothing is;
         - ``num_params weight_bytes state_bytes``: own parameters, weights, optimizer state;
         - ``saved_bytes``: what a block keeps for its backward, its input included; of it ``saved_gpu_bytes`` and so on;
         - ``compute_s``: time on ``compute``; ``recompute_s``: what of it is there because not all was kept: recompute
@@ -55,6 +56,11 @@ def plan_frame(plan: Plan, profile: Profile | None = None) -> pd.DataFrame:
     )  # fmt: skip
     measured = profile or plan.profile
     if measured is not None:
+        for stage_id, training in training_of(measured.stages).items():
+            if training in FROZEN:
+                decisions.loc[stage_id, ["state", "state_format"]] = ""
+            if training == "no backward" and stage_id.startswith("block."):
+                decisions.loc[stage_id, ["save", "input_tier"]] = ""
         costs = _costs(plan, measured)
         figures = {
             stage.id: _sizes(plan, stage) | _saved(plan, stage, keeps_input) | costs[stage.id]

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import groupby
 
 from rich.console import Console
 from rich.table import Table
 
-from lazysched.schemas import Plan, Profile, StagePlan, Tier
+from lazysched.schemas import Plan, Profile, Stage, StagePlan, Tier
 from lazysched.solver.pin_checks import remarks
 from lazysched.solver.simulate import Timeline
 from lazysched.solver.solution import Solution
-from lazysched.trainable import trained_share
+from lazysched.solver.words import state_in_words
+from lazysched.trainable import Training, trained_share, training_of
 from lazysched.units import format_bytes, format_seconds
 
 
@@ -31,7 +33,7 @@ def print_solution(solution: Solution, profile: Profile, console: Console) -> No
         console.print(f"host memory: pageable, because only {limit} can be page-locked", highlight=False)
     if plan.trainable:
         console.print(f"trained: {trained_share(profile.stages)}", highlight=False)
-    console.print(_stages_table(plan))
+    console.print(_stages_table(plan, profile.stages))
     for remark in remarks(plan, profile.stages):
         console.print(remark, highlight=False, markup=False)
     console.print(_prediction_table(plan, timeline, profile.pin_limit_bytes))
@@ -49,26 +51,29 @@ def print_solution(solution: Solution, profile: Profile, console: Console) -> No
     )
 
 
-def _stages_table(plan: Plan) -> Table:
+def _stages_table(plan: Plan, stages: Sequence[Stage]) -> Table:
     by_tokens = any(choice.save[:1].isdigit() for choice in plan.stages.values())
     meaning = "saved for backward: values per token; the rest is computed again" if by_tokens else None
     table = Table(title="Plan", title_justify="left", caption=meaning, caption_justify="left")
     for column in ("stages", "weights", "optimizer state", "saved for backward", "kept on"):
         table.add_column(column, overflow="fold", no_wrap=column != "saved for backward")
-    for choice, run in groupby(plan.stages.items(), key=lambda item: _key(*item)):
+    training = training_of(stages)
+    for choice, run in groupby(plan.stages.items(), key=lambda item: _key(item[0], item[1], training[item[0]])):
         names = [name for name, _ in run]
         label = names[0] if len(names) == 1 else f"{names[0]} .. {names[-1].removeprefix('block.')} ({len(names)})"
         table.add_row(label, *choice[1:])
     return table
 
 
-def _key(name: str, choice: StagePlan) -> tuple[str, ...]:
+def _key(name: str, choice: StagePlan, training: Training) -> tuple[str, ...]:
     """What is equal within a run of stages; only blocks form runs."""
     kind = "block" if name.startswith("block.") else name
     weights = {"gpu": "resident", "host": "streamed", "nvme": "from nvme"}[choice.weights]
-    state = f"{choice.state_format} on {choice.state}"
+    state = state_in_words(choice, training)
     if kind != "block":
         return kind, weights, state, "", ""
+    if training == "no backward":
+        return kind, weights, state, "nothing", ""
     tiers = sorted({choice.input_tier, *choice.saved_tiers.values()})
     return kind, weights, state, choice.save, "+".join(tiers)
 

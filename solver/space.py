@@ -68,7 +68,10 @@ class Space:
     def instance(self, candidate: Candidate) -> Instance:
         """The coefficients of a candidate, made once."""
         if candidate not in self._instances:
-            self._instances[candidate] = self.make_instance(candidate, self.settings.state_format, self.settings.scope)
+            settings = self.settings
+            self._instances[candidate] = self.make_instance(
+                candidate, settings.state_format, settings.scope, settings.pins
+            )
         return self._instances[candidate]
 
     def transferred(self, found: Found, theirs: Instance) -> Found | None:
@@ -77,10 +80,11 @@ class Space:
         choices = transferred(found.choices, theirs, self.instance(candidate))
         return None if choices is None else replace(found, candidate=candidate, choices=choices)
 
-    def make_instance(self, candidate: Candidate, state_format: StateFormat, scope: Scope) -> Instance:
-        """The coefficients of a candidate with optimizer state in any format and things anywhere in ``scope``."""
-        settings = self.settings
-        return Instance(settings.profile, candidate, state_format, settings.update, settings.pins, scope)
+    def make_instance(
+        self, candidate: Candidate, state_format: StateFormat, scope: Scope, pins: tuple[Pin, ...]
+    ) -> Instance:
+        """The coefficients of a candidate with state in any format, things anywhere in ``scope``, and any pins."""
+        return Instance(self.settings.profile, candidate, state_format, self.settings.update, pins, scope)
 
     def budgets(self, instance: Instance) -> Budgets:
         """What the buffers of an instance may fill."""

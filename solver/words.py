@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from lazysched.schemas import Engine, StagePlan, Tier
+from lazysched.trainable import FROZEN, Training
 from lazysched.units import format_bytes, format_seconds
 
 
@@ -31,8 +32,10 @@ def weights_in_words(choice: StagePlan) -> str:
     return "on gpu" if choice.weights == "gpu" else f"streamed from {choice.weights}"
 
 
-def saves_in_words(choice: StagePlan) -> str:
+def saves_in_words(choice: StagePlan, training: Training = "trained") -> str:
     """What a block saves for its backward, and where."""
+    if training == "no backward":
+        return "nothing"
     rest = sorted(set(choice.saved_tiers.values()))
     place = f"on {' + '.join(rest or [choice.input_tier])}"
     if rest and rest != [choice.input_tier]:
@@ -41,10 +44,20 @@ def saves_in_words(choice: StagePlan) -> str:
     return f"{choice.save} {place}{segment}"
 
 
-def choice_in_words(choice: StagePlan, is_block: bool) -> str:
-    """All decisions about one stage."""
-    words = f"weights {weights_in_words(choice)}, {choice.state_format} state on {choice.state}"
-    return f"{words}, saves {saves_in_words(choice)}" if is_block else words
+def state_in_words(choice: StagePlan, training: Training = "trained") -> str:
+    """The optimizer state of a stage, and where it is."""
+    if training in FROZEN:
+        return "none: frozen"
+    part = ", of a part" if training == "partly trained" else ""
+    return f"{choice.state_format} on {choice.state}{part}"
+
+
+def choice_in_words(choice: StagePlan, is_block: bool, training: Training = "trained") -> str:
+    """All decisions about one stage that mean something."""
+    part = " of the trained part" if training == "partly trained" else ""
+    state = f"{choice.state_format} state{part} on {choice.state}"
+    words = f"weights {weights_in_words(choice)}, {'frozen: no gradients, no state' if training in FROZEN else state}"
+    return f"{words}, saves {saves_in_words(choice, training)}" if is_block else words
 
 
 def sizes_in_words(num_bytes: Mapping[str, int] | Mapping[Engine, int] | Mapping[Tier, int]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -47,6 +48,8 @@ WHOLE: dict[str, set[str]] = {"missing_keys": set(), "mismatched_keys": set()}
 
 class Network:
     """Stands in for the model: answers with the tokens of its texts, and keeps what it was asked."""
+
+    generation_config = SimpleNamespace(eos_token_id=[2])
 
     def __init__(self, answers: list[list[int]]) -> None:
         self.answers, self.asked = answers, list[dict[str, Any]]()
@@ -95,7 +98,7 @@ def test_numbers_not_texts_are_compared(
 ) -> None:
     texts = ["it is 1024", "3 it is, not 4", "so -6.00 in all"]  # in order of length of the questions
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_, **__: (Network([]), WHOLE))
-    monkeypatch.setattr(module, "_generate", lambda *args: [texts.pop(0) for _ in args[2]])
+    monkeypatch.setattr(module, "_generate", lambda *args: [(texts.pop(0), False) for _ in args[2]])
     found = exact_match(str(model), str(data))
     assert [answer.is_right for answer in found.answers] == [False, True, True]
     assert found.num_right == 2
@@ -104,10 +107,30 @@ def test_numbers_not_texts_are_compared(
     assert [row["given"] for row in rows] == ["4", "1024", "-6.00"]
 
 
+def test_answers_that_were_cut_are_told(
+    model: Path, data: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The first ends with the last token that it may have, the second before it; the third does not end."""
+    given = [[5, 6, 2], [7, 2], [8, 9, 10]]
+    monkeypatch.setattr(
+        AutoModelForCausalLM, "from_pretrained", lambda *_, **__: (Network([list(row) for row in given]), WHOLE)
+    )
+    file = tmp_path / "a.jsonl"
+    command = ["evaluate", "--model", str(model), "--data", str(data), "--device", "cpu", "-o", str(file)]
+    assert main([*command, "--max-new-tokens", "3"]) == 0
+    assert "warning: 1 of 3 answers were cut at --max-new-tokens 3; give more" in capsys.readouterr().out
+    # The shorter questions were answered first.
+    assert [json.loads(line)["is_cut"] for line in file.read_text().splitlines()] == [False, False, True]
+    assert main([*command, "--max-new-tokens", "4"]) == 0
+    assert "were cut" not in capsys.readouterr().out
+
+
 def test_a_real_model_answers(model: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--max-rows", "2", "--max-new-tokens", "3", "--device", "cpu", "-o", str(tmp_path / "a.jsonl")]
     assert main(["evaluate", "--model", str(model), "--data", str(data), *flags]) == 0
-    assert "exact match: 0 of 2 (0.0%)" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "exact match: 0 of 2 (0.0%)" in said
+    assert "warning: 2 of 2 answers were cut at --max-new-tokens 3; give more" in said
     assert len((tmp_path / "a.jsonl").read_text().splitlines()) == 2
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 
@@ -54,6 +55,9 @@ def test_only_what_the_pattern_says_is_trained(
     before, after = (load_file(path / "model.safetensors") for path in (folder / "model", tmp_path / "out"))
     changed = {name for name, value in after.items() if not torch.equal(value, before[name])}
     assert changed == {name for name in after if "layers.2." in name or name == "model.norm.weight"}
+    report = (tmp_path / "out" / "report.html").read_text()
+    frozen = r"weights [^<]*, frozen: no gradients, no state, saves nothing"
+    assert re.search(rf"<th>block\.0\.\.1</th><td>{frozen}</td>", report)
 
 
 @pytest.mark.parametrize(

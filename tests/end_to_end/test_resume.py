@@ -21,11 +21,10 @@ from lazysched.errors import UsageError
 from lazysched.runtime import checkpoint_folders, saving
 from lazysched.runtime.checkpoint_folders import check_checkpoint, checkpoint_steps
 from lazysched.runtime.resuming import choose_checkpoint
-from lazysched.runtime.training_state import plan_sha256
+from lazysched.runtime.training_state import TrainingState, plan_sha256
 from lazysched.schemas import Dtype, Plan, Prediction, StateFormat, Tier
 from tests.end_to_end.small_runs import SmallRun, at_step, log_of, weights_of
-from tests.end_to_end.test_bad_input import one_line
-from tests.end_to_end.tiny_folder import make_model
+from tests.end_to_end.tiny_folder import make_data, make_model
 from tests.one_thread import one_thread
 
 __all__ = ["one_thread"]
@@ -176,6 +175,53 @@ def test_a_run_that_is_done_writes_only_the_model(run: SmallRun, plan: Plan, cut
     assert len(log_of(cut)) == 4
 
 
+def contents(folder: Path) -> dict[Path, tuple[bytes, int]]:
+    """File -> what it holds and when it was written."""
+    return {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("num_saved", [4, 3])
+def test_a_finished_run_stays_as_it_is(
+    run: SmallRun, plan: Plan, tmp_path: Path, capsys: pytest.CaptureFixture[str], num_saved: int
+) -> None:
+    """Also where steps came after its newest checkpoint."""
+    output = tmp_path / "out"
+    first, _ = run.train(plan, output, 4, save_steps=num_saved)
+    assert main(["report", str(output)]) == 0
+    before = contents(output)
+    again, shown = run.train(plan, output, 4, resume=True, save_steps=num_saved)
+    assert "this run is finished, all 4 steps are done, and stays as it is; to train on, give more" in shown
+    assert again == first
+    flags = ["--resume", "--max-steps", "4", "--output-dir", str(output)]
+    assert main([*command(run, plan, tmp_path), *flags]) == 0
+    assert "this run is finished" in capsys.readouterr().out
+    assert contents(output) == before
+
+
+def test_what_is_left_to_do_is_done(run: SmallRun, plan: Plan, tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    run.train(plan, output, 4, save_steps=3)
+    checkpoint = str(output / "checkpoint-3")
+
+    def is_done_again(num_steps: int = 4, **options: Any) -> bool:
+        before = contents(output)
+        _, shown = run.train(plan, output, num_steps, **options)
+        assert ("this run is finished" in shown) == (contents(output) == before)
+        return contents(output) != before
+
+    assert not is_done_again(resume=True)
+    assert is_done_again(resume_from_checkpoint=checkpoint)  # steps after one that is named are asked for
+    assert is_done_again(resume=True, learning_rate=1e-3)
+    assert is_done_again(resume=True)
+    (output / "model.safetensors").unlink()
+    assert is_done_again(resume=True)
+    with (output / "log.jsonl").open("a") as log:
+        log.write("{")
+    assert is_done_again(resume=True)
+    assert is_done_again(3, resume_from_checkpoint=checkpoint)
+    assert is_done_again(5, resume=True)
+
+
 def refused(run: SmallRun, plan: Plan, output: Path, num_steps: int = 6, **options: Any) -> str:
     with pytest.raises(UsageError) as caught:
         run.train(plan, output, num_steps, **options)
@@ -189,7 +235,10 @@ def test_what_makes_going_on_meaningless_is_refused(run: SmallRun, plan: Plan, c
     other_data.write_text("".join(reversed(run.data.read_text().splitlines(keepends=True))))
     seven = refused(run, plan, cut, resume=True, seed=7)
     assert seven.startswith(f"seed: 7, and {cut / 'checkpoint-4'} was made with 42; give --seed 42")
-    assert refused(SmallRun(run.model, other_data), plan, cut, resume=True).startswith("data: ")
+    checkpoint = cut / "checkpoint-4"
+    other = refused(SmallRun(run.model, other_data), plan, cut, resume=True)
+    names = f"data: {other_data}, and {checkpoint} was made with {run.data}, which has other rows or tokens; "
+    assert other.startswith(names + "give the --data")
     four = refused(run, run.plan(accumulation=1), cut, resume=True)
     assert four.startswith("batch_size: 2, and ")
     assert "was made with 4; give a plan that was solved with the same" in four
@@ -199,6 +248,23 @@ def test_what_makes_going_on_meaningless_is_refused(run: SmallRun, plan: Plan, c
     assert few.startswith("max_steps: 3 is less than the 4 steps of ")
     assert few.endswith("give at least --max-steps 4")
     assert sorted(cut.rglob("*")) == before
+
+
+def test_data_that_were_changed_are_refused(run: SmallRun, plan: Plan, tmp_path: Path) -> None:
+    """Also where a checkpoint does not say what its data were called."""
+    data, output = tmp_path / "data.jsonl", tmp_path / "out"
+    shutil.copyfile(run.data, data)
+    own = SmallRun(run.model, data)
+    own.train(plan, output, 2, save_steps=2)
+    data.write_text("".join(reversed(run.data.read_text().splitlines(keepends=True))))
+    message = refused(own, plan, output, resume=True)
+    assert message.startswith(
+        f"data: {data} has other rows, or other tokens, than when {output / 'checkpoint-2'} was made;"
+    )
+    state = output / "checkpoint-2" / "training_state.json"
+    old = json.loads(state.read_text())
+    assert old.pop("data_name") == str(data)
+    assert TrainingState.check(old, "old").data_name is None
 
 
 def test_another_model_is_refused(run: SmallRun, cut: Path, tmp_path: Path) -> None:
@@ -282,8 +348,21 @@ def test_a_second_ctrl_c_ends_at_once(
 ) -> None:
     signal_at(monkeypatch, 2, signal.SIGINT, signal.SIGINT)
     assert main(command(run, plan, tmp_path)) == 130
-    assert one_line(capsys) == "error: interrupted"
+    captured = capsys.readouterr()
+    assert captured.err == "error: interrupted\n"
+    assert "is kept" not in captured.out
     assert os.listdir(tmp_path / "out") == ["log.jsonl"]
+
+
+def test_who_ends_a_run_at_once_is_told_what_is_kept(
+    run: SmallRun, plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(saving, "room_bytes", lambda session: 0)
+    signal_at(monkeypatch, 3, signal.SIGINT, signal.SIGINT)
+    assert main(command(run, plan, tmp_path, "--save-steps", "2")) == 130
+    captured = capsys.readouterr()
+    assert captured.err == "error: interrupted\n"
+    assert captured.out.endswith(f"{tmp_path / 'out' / 'checkpoint-2'} is kept; go on from it with --resume\n")
 
 
 def test_a_signal_while_a_due_checkpoint_is_saved_saves_it_once(
@@ -302,3 +381,13 @@ def test_a_signal_while_a_due_checkpoint_is_saved_saves_it_once(
     assert main(command(run, plan, tmp_path, "--save-steps", "3")) == 143
     assert sorted(os.listdir(tmp_path / "out")) == ["checkpoint-3", "log.jsonl"]
     assert len([path for path in synced if path.name == "training_state.json"]) == 1
+
+
+def test_a_step_of_more_rows_than_there_are_is_told(run: SmallRun, plan: Plan, tmp_path: Path) -> None:
+    few = SmallRun(run.model, make_data(tmp_path / "few.jsonl", 3))
+    told = (
+        "warning: a step takes 4 rows and the data have 3: every step trains rows more than once; take a smaller batch"
+    )
+    assert told in few.train(plan, tmp_path / "few", 1)[1]
+    just = SmallRun(run.model, make_data(tmp_path / "just.jsonl", 4))
+    assert "more than once" not in just.train(plan, tmp_path / "just", 1)[1]

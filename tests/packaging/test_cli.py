@@ -175,12 +175,12 @@ def test_a_failed_run_is_one_line(
     exit_code: int,
     line: str,
 ) -> None:
-    replace_module(monkeypatch, "lazysched.runtime.train", train=Calls(error=error))
+    replace_module(monkeypatch, "lazysched.runtime.train", prepare=Calls(error=error))
     assert refused(capsys, [*TRAIN, "--plan", "plan.json"], exit_code) == line
 
 
 def test_our_own_bugs_keep_their_traceback(in_tmp: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    replace_module(monkeypatch, "lazysched.runtime.train", train=Calls(error=AssertionError("broken invariant")))
+    replace_module(monkeypatch, "lazysched.runtime.train", prepare=Calls(error=AssertionError("broken invariant")))
     with pytest.raises(AssertionError, match="broken invariant"):
         main([*TRAIN, "--plan", "plan.json"])
 
@@ -280,15 +280,31 @@ def test_an_estimate_takes_the_place_of_a_profile(
     assert line.endswith("library/rtx4090.yaml")
 
 
-def test_more_gpu_memory_than_the_card_has_is_told(
-    in_tmp: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.parametrize(
+    ("changes", "flags", "told"),
+    [
+        ({}, ["--gpu-memory", "24GB", "--host-memory", "64GB"], ""),
+        ({}, ["--gpu-memory", "25GB"], "note: --gpu-memory 25 GB is more than the GPU's 24 GB\n"),
+        ({}, ["--host-memory", "65GB"], "note: --host-memory 65 GB is more than the host's 64 GB\n"),
+        ({"estimated": True}, ["--host-memory", "65GB"], ""),
+        ({"device": "cpu"}, ["--gpu-memory", "25GB", "--host-memory", "63GB"], ""),
+        (
+            {"device": "cpu"}, ["--gpu-memory", "25GB", "--host-memory", "64GB"],
+            "note: --gpu-memory and --host-memory 89 GB is more than the machine's 88 GB\n",
+        ),
+        ({"device": "cpu"}, ["--host-memory", "89GB"], "note: --host-memory 89 GB is more than the machine's 88 GB\n"),
+    ],
+)  # fmt: skip
+def test_more_memory_than_the_machine_has_is_told(
+    in_tmp: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    changes: dict[str, object], flags: list[str], told: str,
+) -> None:  # fmt: skip
     replace_module(monkeypatch, "lazysched.solver", solve=Calls(Solution))
     replace_module(monkeypatch, "lazysched.solver.report", print_solution=Calls())
-    PROFILE.model_copy(update={"device": "cuda", "total_bytes": {"gpu": 24 * 10**9}}).save("card.json")
-    for size, told in (("24GB", ""), ("25GB", "note: --gpu-memory 25 GB is more than the GPU's 24 GB\n")):
-        assert main(["solve", "card.json", "--batch-size", "2", "--gpu-memory", size, "-o", "new.json"]) == 0
-        assert capsys.readouterr().err == told
+    total_bytes = {"gpu": 24 * 10**9, "host": 64 * 10**9}
+    PROFILE.model_copy(update={"device": "cuda", "total_bytes": total_bytes, **changes}).save("card.json")
+    assert main(["solve", "card.json", "--batch-size", "2", *flags, "-o", "new.json"]) == 0
+    assert capsys.readouterr().err == told
 
 
 def test_train_passes_the_plan_and_its_flags(in_tmp: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -303,8 +319,8 @@ def test_train_passes_the_plan_and_its_flags(in_tmp: Path, monkeypatch: pytest.M
         held_out_loss_before=None,
         output_dir=Path("out"),
     )
-    run = Calls(result)
-    replace_module(monkeypatch, "lazysched.runtime.train", train=run)
+    run = Calls(SimpleNamespace(plan=PLAN, to_end=lambda: result))
+    replace_module(monkeypatch, "lazysched.runtime.train", prepare=run)
     flags = ["--max-steps", "3", "--learning_rate", "1e-4", "--trace", "t.json", "--trace-steps", "1:3"]
     assert main([*TRAIN, "--plan", "plan.json", *flags]) == 0
     assert run.positional == (PLAN,)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import yaml
@@ -23,8 +24,24 @@ RESULT = SimpleNamespace(
 )  # fmt: skip
 
 
+class Prepared(Calls):
+    """Stands in for ``prepare``: gives a run of three steps by the plan that it is called with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.has_trained = False
+
+    def __call__(self, *positional: Any, **keywords: Any) -> object:
+        super().__call__(*positional, **keywords)
+        return SimpleNamespace(plan=positional[0], num_steps=3, num_epochs=1.5, to_end=self._trained)
+
+    def _trained(self) -> object:
+        self.has_trained = True
+        return RESULT
+
+
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Calls:
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Prepared:
     monkeypatch.chdir(tmp_path)
     predicted = Prediction(
         step_s=1.0, exposed_s={}, moved_bytes={}, peak_bytes={"gpu": 3_000_000_000, "host": 5_000_000_000, "nvme": 0}
@@ -33,24 +50,24 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Calls:
     plan = PLAN.model_copy(update={"batch_size": 8, "accumulation": 4, "predicted": predicted})
     Plan.model_validate(plan.model_dump() | {"budget_bytes": budget_bytes}).save("plan.json")
     Path("c.yaml").write_text(SETTINGS, encoding="utf-8")
-    calls = Calls(RESULT)
-    replace_module(monkeypatch, "lazysched.runtime.train", train=calls)
+    calls = Prepared()
+    replace_module(monkeypatch, "lazysched.runtime.train", prepare=calls)
     return calls
 
 
-def test_a_file_gives_the_settings_and_flags_win(run: Calls) -> None:
+def test_a_file_gives_the_settings_and_flags_win(run: Prepared) -> None:
     assert main(["train", "c.yaml", "--seed", "9", "--output-dir", "elsewhere"]) == 0
     # YAML calls 1e-5 a text.
     assert (run["model"], run["data"], run["learning_rate"]) == ("m", "d.jsonl", 1e-5)
     assert (run["seed"], run["output_dir"], run["device"]) == (9, "elsewhere", None)
 
 
-def test_a_flag_that_repeats_the_default_wins_too(run: Calls) -> None:
+def test_a_flag_that_repeats_the_default_wins_too(run: Prepared) -> None:
     assert main(["train", "c.yaml", "--learning-rate", "2e-5", "--seed", "42"]) == 0
     assert (run["learning_rate"], run["seed"]) == (2e-5, 42)
 
 
-def test_a_files_tilde_is_the_home_folder(run: Calls, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_files_tilde_is_the_home_folder(run: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     home = tmp_path / "home"
     home.mkdir()
     Path("plan.json").rename(home / "plan.json")
@@ -60,7 +77,7 @@ def test_a_files_tilde_is_the_home_folder(run: Calls, tmp_path: Path, monkeypatc
     assert run["output_dir"] == str(home / "out")
 
 
-def test_a_plan_that_was_edited_is_predicted_anew(run: Calls, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_that_was_edited_is_predicted_anew(run: Prepared, capsys: pytest.CaptureFixture[str]) -> None:
     """Also one trains whose profile lacks a figure."""
     profile = tiny_profile(3, micro_batches=(1, 2))
     solved = solve(profile, batch_size=2, gpu_memory_bytes=10**9, host_memory_bytes=10**9).plan
@@ -77,7 +94,7 @@ def test_a_plan_that_was_edited_is_predicted_anew(run: Calls, capsys: pytest.Cap
     assert run.positional[0].predicted is None
 
 
-def test_flags_alone_suffice_under_either_name(run: Calls) -> None:
+def test_flags_alone_suffice_under_either_name(run: Prepared) -> None:
     flags = ["--plan", "plan.json", "--model_name_or_path", "m", "--dataset", "d.jsonl", "--output_dir", "out"]
     assert main(["train", *flags]) == 0
     assert (run["model"], run["data"]) == ("m", "d.jsonl")
@@ -91,7 +108,7 @@ def test_every_other_name_is_a_setting(tmp_path: Path, alias: str, name: str) ->
     assert read_config(file) == {name: 3}
 
 
-def test_what_the_run_takes_is_what_the_settings_are(run: Calls) -> None:
+def test_what_the_run_takes_is_what_the_settings_are(run: Prepared) -> None:
     """Every field but those that are checked against the plan, and what binds the process, reaches the run."""
     assert main(["train", "c.yaml"]) == 0
     assert set(run) == set(TrainConfig.model_fields) - {*PLANNED, "plan", "numa_bind"} | {"console"}
@@ -102,7 +119,7 @@ def test_what_the_run_takes_is_what_the_settings_are(run: Calls) -> None:
     [("none", []), ("[]", []), ("wandb", ["wandb"]), ("tensorboard, wandb", ["tensorboard", "wandb"]),
      ("[trackio, wandb]", ["trackio", "wandb"])],
 )  # fmt: skip
-def test_reporters_are_a_list(run: Calls, monkeypatch: pytest.MonkeyPatch, text: str, names: list[str]) -> None:
+def test_reporters_are_a_list(run: Prepared, monkeypatch: pytest.MonkeyPatch, text: str, names: list[str]) -> None:
     monkeypatch.setattr(reporters, "find_spec", lambda name: name)
     Path("c.yaml").write_text(f"{SETTINGS}report_to: {text}\n", encoding="utf-8")
     assert main(["train", "c.yaml"]) == 0
@@ -113,7 +130,7 @@ def test_reporters_are_a_list(run: Calls, monkeypatch: pytest.MonkeyPatch, text:
 
 
 def test_a_missing_reporter_is_refused_before_a_plan_is_made(
-    run: Calls, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    run: Prepared, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(reporters, "find_spec", lambda name: None)
     Path("c.yaml").write_text(SETTINGS.replace("plan: plan.json\n", ""), encoding="utf-8")
@@ -125,7 +142,9 @@ def test_a_missing_reporter_is_refused_before_a_plan_is_made(
 @pytest.mark.parametrize(
     "text", ["trainable: lm_head", "trainable: [lm_head]", "unfrozen_parameters:\n  - lm_head\n  - lm_head"]
 )
-def test_what_is_trained_is_checked_against_the_plan(run: Calls, capsys: pytest.CaptureFixture[str], text: str) -> None:
+def test_what_is_trained_is_checked_against_the_plan(
+    run: Prepared, capsys: pytest.CaptureFixture[str], text: str
+) -> None:
     Path("c.yaml").write_text(f"{SETTINGS}{text}\n", encoding="utf-8")
     assert "trainable: lm_head" in refused(capsys, ["train", "c.yaml"])
     Plan.load("plan.json").model_copy(update={"trainable": ["lm_head"]}).save("plan.json")
@@ -134,12 +153,12 @@ def test_what_is_trained_is_checked_against_the_plan(run: Calls, capsys: pytest.
     assert "trainable" not in run
 
 
-def test_an_empty_list_would_train_nothing(run: Calls, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_empty_list_would_train_nothing(run: Prepared, capsys: pytest.CaptureFixture[str]) -> None:
     Path("c.yaml").write_text(f"{SETTINGS}trainable: []\n", encoding="utf-8")
     assert "trainable: no pattern, so that nothing would be trained" in refused(capsys, ["train", "c.yaml"])
 
 
-def test_transformers_say_true_for_the_newest_checkpoint(run: Calls) -> None:
+def test_transformers_say_true_for_the_newest_checkpoint(run: Prepared) -> None:
     Path("c.yaml").write_text(SETTINGS + "resume_from_checkpoint: true\n", encoding="utf-8")
     assert main(["train", "c.yaml"]) == 0
     assert (run["resume"], run["resume_from_checkpoint"]) == (True, None)
@@ -164,14 +183,16 @@ def test_transformers_say_true_for_the_newest_checkpoint(run: Calls) -> None:
         ("a: [", "c.yaml: not valid YAML"),
     ],
 )
-def test_wrong_settings_are_one_line(run: Calls, capsys: pytest.CaptureFixture[str], text: str, message: str) -> None:
+def test_wrong_settings_are_one_line(
+    run: Prepared, capsys: pytest.CaptureFixture[str], text: str, message: str
+) -> None:
     Path("c.yaml").write_text(text, encoding="utf-8")
     flags = ["--plan", "plan.json", "--model", "m", "--data", "d.jsonl", "--output-dir", "out"]
     assert message in refused(capsys, ["train", "c.yaml", *flags])
     assert not run
 
 
-def test_null_is_as_if_it_were_not_there(run: Calls, capsys: pytest.CaptureFixture[str]) -> None:
+def test_null_is_as_if_it_were_not_there(run: Prepared, capsys: pytest.CaptureFixture[str]) -> None:
     Path("c.yaml").write_text(SETTINGS.replace("output-dir: out", "output-dir: null"), encoding="utf-8")
     assert "output_dir: missing; give --output-dir, or output_dir in a" in refused(capsys, ["train", "c.yaml"])
     Path("c.yaml").write_text(SETTINGS.replace("seed: 7", "seed: null"), encoding="utf-8")
@@ -180,7 +201,7 @@ def test_null_is_as_if_it_were_not_there(run: Calls, capsys: pytest.CaptureFixtu
 
 
 @pytest.mark.parametrize("name", NEEDED)
-def test_what_is_needed_is_named(run: Calls, capsys: pytest.CaptureFixture[str], name: str) -> None:
+def test_what_is_needed_is_named(run: Prepared, capsys: pytest.CaptureFixture[str], name: str) -> None:
     flags = {"plan": "plan.json", "model": "m", "data": "d.jsonl", "output_dir": "out"}
     given = [part for key, value in flags.items() if key != name for part in (f"--{key.replace('_', '-')}", value)]
     assert f"{name}: missing; give --{name.replace('_', '-')}" in refused(capsys, ["train", *given])
@@ -204,22 +225,24 @@ def test_what_is_needed_is_named(run: Calls, capsys: pytest.CaptureFixture[str],
     ],
 )
 def test_what_the_plan_was_not_solved_for_is_refused(
-    run: Calls, capsys: pytest.CaptureFixture[str], flags: list[str], message: str
+    run: Prepared, capsys: pytest.CaptureFixture[str], flags: list[str], message: str
 ) -> None:
     assert message in refused(capsys, ["train", "c.yaml", *flags])
     assert not run
 
 
-def test_the_plan_splits_the_batch_as_it_likes_and_says_so(run: Calls, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_plan_splits_the_batch_as_it_likes_and_says_so(run: Prepared, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--per-device-train-batch-size", "4", "--gradient-accumulation-steps", "2", "--no-packing"]
     assert main(["train", "c.yaml", *flags]) == 0
     assert run
     assert "a step of 8 rows goes in 4 times 2, as the plan says" in capsys.readouterr().out
 
 
-def test_a_dry_run_shows_settings_and_memory_and_trains_nothing(run: Calls, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_shows_settings_and_memory_and_trains_nothing(
+    run: Prepared, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["train", "c.yaml", "--seed", "9", "--dry-run"]) == 0
-    assert not run
+    assert not run.has_trained
     settings, table = capsys.readouterr().out.split("┏", 1)
     again = yaml.safe_load(settings)
     assert (again["seed"], again["learning_rate"], again["model"]) == (9, 1e-5, "m")
@@ -227,3 +250,4 @@ def test_a_dry_run_shows_settings_and_memory_and_trains_nothing(run: Calls, caps
     words = table.split()
     assert all(word in words for word in ("gpu", "host", "3", "4", "5", "6"))
     assert "nvme" not in words
+    assert "steps: 3 of 8 rows, 1.5 epochs" in table

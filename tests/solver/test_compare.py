@@ -6,13 +6,19 @@ import pytest
 from rich.console import Console
 
 from lazysched.errors import UsageError
-from lazysched.schemas import Plan, Update
+from lazysched.schemas import Plan, Prediction, Update
 from lazysched.solver import simulate_plan, solve
 from lazysched.solver.compare import SETTINGS, Comparison, compare, print_comparison
 from lazysched.solver.words import saves_in_words, stages_in_words
 from tests.solver.synthetic import tiny_profile
 
 MB = 1_000_000
+
+SOLVED_BY_HAND = Plan(
+    model_id="tiny", hardware_id="any", compute_dtype="float32", batch_size=2, seq_len=8, micro_batch=2,
+    accumulation=1, loss_chunk_tokens=8, stages={}, variants={}, budget_bytes={},
+)  # fmt: skip
+"""Without a profile, so that its prediction is taken as it is."""
 
 
 def solved(gpu_bytes: int = 1000 * MB, batch_size: int = 1, num_blocks: int = 4) -> Plan:
@@ -148,3 +154,22 @@ def test_stages_in_words(names: list[str], words: str) -> None:
 def test_segments_are_told(plan: Plan) -> None:
     choice = plan.stages["block.0"].model_copy(update={"segment": 4})
     assert saves_in_words(choice) == "all on gpu, segments of 4"
+
+
+def test_what_is_rounding_is_no_difference() -> None:
+    prediction = Prediction(step_s=1.0, exposed_s={}, moved_bytes={}, peak_bytes={})
+    plans = [
+        SOLVED_BY_HAND.model_copy(
+            update={"predicted": prediction.model_copy(update={"step_s": step_s, "exposed_s": waits})}
+        )
+        for step_s, waits in ((1.0, {"h2d": 7e-15, "d2h": 0.25}), (1.0 + 7e-15, {"h2d": -7e-15, "d2h": 7e-15}))
+    ]
+    text = in_words(compare(*plans))
+    rows = {
+        cells[1]: cells[2:5]
+        for cells in ([c.strip() for c in line.split("│")] for line in text.splitlines())
+        if cells[2:]
+    }
+    assert rows["step"] == ["1 s", "1 s", ""]
+    assert rows["waits for d2h"] == ["250 ms", "0 µs", "-250 ms (-100.0 %)"]
+    assert "waits for h2d" not in rows

@@ -4,23 +4,32 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
+import matplotlib.pyplot as plt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rich.console import Console
 
 from lazysched.errors import UsageError
 from lazysched.lower import lower
-from lazysched.schemas import Profile, StateFormat, Update
+from lazysched.plan_page import plan_page
+from lazysched.plots import draw_decisions
+from lazysched.schemas import Plan, Profile, StateFormat, Update
 from lazysched.solver import simulate_plan, solve
 from lazysched.solver.bounds import count_bound_s
 from lazysched.solver.choice_batch import ChoiceBatch
+from lazysched.solver.compare import compare
 from lazysched.solver.decision_costs import base_of, stage_costs
+from lazysched.solver.explain import explain
+from lazysched.solver.explain_report import print_explanation
 from lazysched.solver.instance import Instance
 from lazysched.solver.measured import offload_limits
 from lazysched.solver.plans import Choices
+from lazysched.solver.report import print_solution
 from lazysched.solver.window_replay import WindowReplay
 from tests.solver.frozen_profiles import randomly_frozen, with_frozen, with_two_matrices
 from tests.solver.random_instances import Scenario, broken_promises
@@ -162,3 +171,77 @@ def test_what_a_plan_says_of_blocks_without_a_backward() -> None:
     words = " ".join(alternative.words for alternative in costs["block.0"].alternatives)
     assert "saving" not in words
     assert "what it saves" not in words
+
+
+def frozen_plan() -> tuple[Plan, Profile]:
+    """Blocks 0 and 1 come before anything is trained, 2 is trained in part, 3 is frozen, the head is trained."""
+    whole = with_two_matrices(tiny_profile(4))
+    profile = with_frozen(whole, ["block.2.w", "head.w", "head.v"])
+    return solve(profile, batch_size=1, gap=GAP).plan, profile
+
+
+def shown(tell: Callable[[Console], None]) -> str:
+    console = Console(width=150)
+    with console.capture() as captured:
+        tell(console)
+    return captured.get()
+
+
+def test_tables_of_a_solution_show_what_is_frozen() -> None:
+    profile = frozen_plan()[1]
+    solution = solve(profile, batch_size=1, gap=GAP)
+    lines = shown(lambda console: print_solution(solution, profile, console)).splitlines()
+    rows = {
+        cells[1]: cells[3:6] for cells in ([cell.strip() for cell in line.split("│")] for line in lines) if cells[2:]
+    }
+    assert rows["embed"] == ["none: frozen", "", ""]
+    assert rows["block.0 .. 1 (2)"] == ["none: frozen", "nothing", ""]
+    assert rows["block.2"][0].endswith(", of a part")
+    assert rows["block.3"][0] == "none: frozen"
+    assert rows["block.3"][1] != "nothing"
+    assert rows["head"][0].startswith("hybrid8 on ")
+
+
+def test_an_explanation_says_what_is_frozen_and_offers_no_place_for_its_state() -> None:
+    plan, profile = frozen_plan()
+    explanation = explain(plan, profile, time_limit_s=0)
+    text = shown(lambda console: print_explanation(explanation, console))
+    assert re.search(r"block\.0\.\.1: weights .*, frozen: no gradients, no state, saves nothing\n", text)
+    assert re.search(r"block\.2: weights .*, hybrid8 state of the trained part on \w+, saves ", text)
+    assert re.search(r"block\.3: weights .*, frozen: no gradients, no state, saves (all|input) on", text)
+    words = {costs.training: [a.words for a in costs.alternatives] for costs in explanation.stages}
+    assert words["no backward"]
+    assert words["frozen"]
+    assert not any("state" in told for told in words["no backward"] + words["frozen"])
+    assert any("state" in told for told in words["partly trained"])
+
+
+def test_frames_and_comparisons_know_no_state_of_what_is_frozen() -> None:
+    plan, _ = frozen_plan()
+    frame = plan.to_frame()
+    assert [frame.state[stage] == "" for stage in plan.stages] == [True, True, True, False, True, False]
+    assert [frame.state_format[stage] == "" for stage in plan.stages] == [True, True, True, False, True, False]
+    assert [frame.save[f"block.{i}"] == "" for i in range(4)] == [True, True, False, False]
+    assert [frame.input_tier[f"block.{i}"] == "" for i in range(4)] == [True, True, False, False]
+    figure, axes = plt.subplots()
+    draw_decisions(axes, frame)
+    legend = axes.get_legend()
+    assert legend is not None
+    assert "save " not in [text.get_text() for text in legend.get_texts()]
+    plt.close(figure)
+    moved = {
+        stage: choice.model_copy(update={"weights": "gpu", "state": "gpu"}) for stage, choice in plan.stages.items()
+    }
+    away = {
+        stage: choice.model_copy(update={"weights": "gpu", "state": "host"}) for stage, choice in plan.stages.items()
+    }
+    differences = compare(*(plan.model_copy(update={"stages": stages}) for stages in (moved, away))).stages
+    assert [(found.where, found.field) for found in differences] == [
+        ("block.2", "optimizer state"),
+        ("head", "optimizer state"),
+    ]
+
+
+def test_a_page_draws_a_plan_that_has_no_backward_in_blocks() -> None:
+    profile = with_frozen(with_two_matrices(tiny_profile(3)), ["head.w"])
+    assert "</svg>" in plan_page(solve(profile, batch_size=1, gap=GAP).plan)

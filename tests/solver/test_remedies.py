@@ -14,13 +14,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lazysched.errors import InfeasibleError, MoreMemory, SmallerBatch, SmallerState, TimeLimitError, UsageError
+from lazysched.errors import (
+    FewerPins,
+    InfeasibleError,
+    MoreMemory,
+    SmallerBatch,
+    SmallerState,
+    TimeLimitError,
+    UsageError,
+)
 from lazysched.schemas import Profile, Rate, StateFormat, Update
 from lazysched.solver import Solution, infeasible, solve
 from lazysched.solver.highs import Outcome
 from lazysched.solver.instance import Instance
+from lazysched.solver.memory_remedies import NUM_FIGURES
 from lazysched.solver.options import EVERYTHING, EXECUTABLE
-from lazysched.solver.remedies import NUM_FIGURES, explain
+from lazysched.solver.remedies import explain
 from lazysched.units import parse_bytes
 from tests.solver.synthetic import CARD, SHAPE_3B, large_profile, tiny_profile
 from tests.solver.test_file_plans import FAST, with_files
@@ -44,6 +53,7 @@ class Asked:
     optimizer_state: StateFormat = "hybrid8"
     nvme_bytes: int = 0
     executable_only: bool = True
+    pins: tuple[str, ...] = ()
 
     def solve(self) -> Solution:
         return solve(**{**vars(self), "time_limit_s": 5})
@@ -57,8 +67,10 @@ class Asked:
 def parsed(asked: Asked, message: str) -> list[dict[str, Any]]:
     """Changed arguments of every remedy in ``message``, as a person would read them; once for sums, once for flags."""
     found: list[dict[str, Any]] = []
-    for text in message.partition("memory: ")[2].split(", or "):
-        if batch := re.fullmatch(rf"batch (\d+) instead of {asked.batch_size}", text):
+    for text in message.partition("memory: ")[2].partition("; with more ")[0].split(", or "):
+        if pins := re.findall(r"--pin (\S+)", text):
+            found.append({"pins": tuple(pin for pin in asked.pins if pin not in pins)})
+        elif batch := re.fullmatch(rf"batch (\d+) instead of {asked.batch_size}", text):
             found.append({"batch_size": int(batch.group(1))})
         elif state := re.fullmatch(r"optimizer state (\w+) instead of fp32", text):
             found.append({"optimizer_state": state.group(1)})
@@ -140,6 +152,116 @@ def test_both_together_where_neither_helps_alone() -> None:
     assert error.missing_bytes == {}
     assert re.search(r"\+[\d.]+ MB gpu and \+[\d.]+ .?B host \(--gpu-memory \S+ --host-memory \S+\)", str(error))
     check_all(asked, error)
+
+
+def with_memory(gpu_bytes: int, host_bytes: int, **changes: object) -> Profile:
+    """Three blocks on a machine of so much memory; 61.17 MB of the GPU suffice with 10 MB of the host, 50.17 MB of the
+    host with 40 MB of the GPU."""
+    total_bytes = {"gpu": gpu_bytes, "host": host_bytes}
+    return tiny_profile(3).model_copy(update={"total_bytes": total_bytes, **changes})
+
+
+class TestBeyondTheMachine:
+    def test_what_the_machine_has_is_a_remedy(self) -> None:
+        error = Asked(with_memory(61_170_000, 50_170_000), 1, 40 * MB, 10 * MB).refused()
+        assert [type(remedy) for remedy in error.remedies] == [MoreMemory, MoreMemory]
+        assert "has" not in str(error)
+
+    @pytest.mark.parametrize(
+        ("gpu_bytes", "host_bytes", "told"),
+        [
+            (61_169_999, 1 * GB, "with more gpu memory alone it would take 61.2 MB of gpu, and the GPU has 61.2 MB"),
+            (1 * GB, 50_169_999, "with more host memory alone it would take 50.2 MB of host, and the host has 50.2 MB"),
+        ],
+    )
+    def test_what_it_has_not_is_told_and_is_none(self, gpu_bytes: int, host_bytes: int, told: str) -> None:
+        asked = Asked(with_memory(gpu_bytes, host_bytes), 1, 40 * MB, 10 * MB)
+        error = asked.refused()
+        assert len(error.remedies) == 1
+        assert str(error).endswith(f"; {told}")
+        assert set(error.missing_bytes) == {"gpu", "host"}
+        check_all(asked, error)
+
+    def test_all_of_the_gpu_and_some_of_the_host(self) -> None:
+        asked = Asked(with_memory(45 * MB, 1 * GB), 1, 30 * MB, 10 * MB)
+        error = asked.refused()
+        (remedy,) = error.remedies
+        assert isinstance(remedy, MoreMemory)
+        assert (remedy.gpu_bytes, remedy.host_bytes) == (15 * MB, 40_170_000)
+        assert "+15 MB gpu and +40.17 MB host (--gpu-memory 45MB --host-memory 50.17MB); with more gpu" in str(error)
+        for change in parsed(asked, str(error)):
+            remedied = replace(asked, **change)
+            assert keeps(remedied.solve(), remedied)
+
+    def test_what_is_printed_is_not_beyond_it_either(self) -> None:
+        asked = Asked(with_memory(45_678_901, 1 * GB), 1, 30_000_500, 10 * MB)
+        sums, flags = parsed(asked, str(asked.refused()))
+        assert 45_600_000 < sums["gpu_memory_bytes"] <= flags["gpu_memory_bytes"] <= 45_678_901
+
+    def test_nothing_where_all_of_it_is_too_little(self) -> None:
+        error = Asked(with_memory(31 * MB, 50 * MB), 1, 30 * MB, 10 * MB).refused()
+        assert error.remedies == ()
+        refusal, told = str(error).split("; ")
+        assert refusal == "no plan fits 30 MB of gpu and 10 MB of host memory"
+        assert told == "with more gpu memory alone it would take 61.2 MB of gpu, and the GPU has 31 MB"
+
+    def test_nothing_where_the_rest_is_beyond_the_other(self) -> None:
+        assert Asked(with_memory(45 * MB, 50_169_000), 1, 30 * MB, 10 * MB).refused().remedies == ()
+        assert Asked(with_memory(45 * MB, 50_170_000), 1, 30 * MB, 10 * MB).refused().remedies
+
+    def test_both_beyond(self) -> None:
+        error = Asked(with_memory(3 * MB, 1 * GB), 1, 2 * MB, 100).refused()
+        assert error.remedies == ()
+        told = r"; with more gpu and host memory it would take \S+ MB of gpu and \S+ \w+ of host, and the GPU has 3 MB$"
+        assert re.search(told, str(error))
+
+    def test_without_a_gpu_it_is_one_memory(self) -> None:
+        """Of which 69.2 MB suffice where both tiers grow."""
+        asked = Asked(with_memory(38 * MB, 32 * MB, device="cpu"), 1, 40 * MB, 10 * MB)
+        error = asked.refused()
+        (remedy,) = error.remedies
+        assert isinstance(remedy, MoreMemory)
+        assert min(remedy.gpu_bytes, remedy.host_bytes) > 0
+        assert "61.2 MB of gpu, and the machine has 70 MB" in str(error)
+        check_all(asked, error)
+        assert replace(asked, profile=with_memory(38 * MB, 31 * MB, device="cpu")).refused().remedies == ()
+
+    def test_a_budget_beyond_it_means_another_machine(self) -> None:
+        error = Asked(with_memory(39 * MB, 1 * GB), 1, 40 * MB, 10 * MB).refused()
+        assert len(error.remedies) == 2
+
+    def test_the_host_of_an_estimate_is_an_assumption(self) -> None:
+        error = Asked(with_memory(1 * GB, 20 * MB, estimated=True), 1, 40 * MB, 10 * MB).refused()
+        assert len(error.remedies) == 2
+
+
+class TestPins:
+    PINS = ("block[0].state=gpu", "block[1].state=gpu", "head.weights=host")
+
+    def asked(self, gpu_memory_bytes: int, *pins: str) -> Asked:
+        return Asked(tiny_profile(3, block_params=10_000_000), 1, gpu_memory_bytes, 1 * GB, pins=pins)
+
+    def least_bytes(self, *pins: str) -> int:
+        return 1 * MB + self.asked(1 * MB, *pins).refused().missing_bytes["gpu"]
+
+    def test_the_one_that_is_in_the_way(self) -> None:
+        asked = self.asked(self.least_bytes(self.PINS[0]), *self.PINS)
+        error = asked.refused()
+        assert error.remedies[1:] == (FewerPins((self.PINS[0],)),)
+        assert str(error).endswith(", or drop --pin block[0].state=gpu")
+        check_all(asked, error)
+
+    def test_those_that_are_where_one_is_not_enough(self) -> None:
+        asked = self.asked(self.least_bytes(), *self.PINS)
+        error = asked.refused()
+        assert error.remedies[1:] == (FewerPins(self.PINS[:2]),)
+        assert str(error).endswith(", or drop --pin block[0].state=gpu and --pin block[1].state=gpu")
+        check_all(asked, error)
+
+    def test_none_where_nothing_fits_without_them_either(self) -> None:
+        error = self.asked(1 * MB, *self.PINS).refused()
+        assert not any(isinstance(remedy, FewerPins) for remedy in error.remedies)
+        assert "--pin" not in str(error)
 
 
 class TestBatch:
@@ -235,7 +357,7 @@ class TestFiles:
         less.refused()
 
     def test_nothing_to_look_at_once_the_runtime_executes_them(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        for module in ("solve", "remedies"):
+        for module in ("solve", "memory_remedies"):
             monkeypatch.setattr(import_module(f"lazysched.solver.{module}"), "EXECUTABLE", EVERYTHING)
         asked = self.asked()
         error = asked.refused()
@@ -295,7 +417,7 @@ class TestWithoutTime:
         profile = tiny_profile(3)
         problem = infeasible.Question(
             profile, 1, {"gpu": 1 * GB, "host": 1 * GB, "nvme": 0}, "hybrid8", EXECUTABLE.without_files(),
-            lambda candidate, form, scope: Instance(profile, candidate, form, Update(), (), scope), 0,
+            lambda candidate, form, scope, pins: Instance(profile, candidate, form, Update(), pins, scope), 0,
         )  # fmt: skip
         sought = infeasible.fitting(problem)
         assert sought.nearest is None
