@@ -118,6 +118,8 @@ def _profile(settings: TrainConfig, source: ModelSource, rows: int, console: Con
         measured = profile(settings.model, **arguments, report=report)
     measured.save(path)
     say(console, f"profile: kept in {path}")
+    for warning in measured.doubts():
+        say(console, f"warning: {warning}")
     return measured
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from decimal import Decimal
 from itertools import islice
@@ -17,7 +16,6 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from transformers.utils import logging
 
 from lazysched.errors import RunError, UsageError
 from lazysched.runtime.arguments import choose_device
@@ -27,6 +25,7 @@ from lazysched.runtime.data.sources import resolve_data
 from lazysched.runtime.data.template import render
 from lazysched.runtime.data.tokenizer import load_tokenizer
 from lazysched.runtime.data.tokens import without_template
+from lazysched.runtime.quiet_transformers import quiet_transformers
 from lazysched.runtime.sources import ModelSource, resolve_model
 
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
@@ -125,7 +124,7 @@ def _load(source: ModelSource) -> Any:
 
     folder = source.config_dir
     try:
-        with _quiet_transformers():
+        with quiet_transformers():
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 folder, dtype="auto", use_safetensors=True, trust_remote_code=False, output_loading_info=True,
                 ignore_mismatched_sizes=True,
@@ -144,20 +143,6 @@ def _load(source: ModelSource) -> Any:
     for name in sorted(found["missing_keys"]):
         raise UsageError(f"{folder}: {name}: missing; use the weights that belong to this config.json")
     return network
-
-
-@contextmanager
-def _quiet_transformers() -> Iterator[None]:
-    """No bar and no report: what is wrong becomes one line."""
-    shows_bars, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
-    logging.disable_progress_bar()
-    logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(verbosity)
-        if shows_bars:
-            logging.enable_progress_bar()
 
 
 @dataclass(frozen=True)

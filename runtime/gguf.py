@@ -15,6 +15,7 @@ import transformers
 from lazysched.errors import RunError, UsageError
 from lazysched.runtime.checkpoint import write_folder
 from lazysched.runtime.machine import give_back_heap
+from lazysched.runtime.quiet_transformers import quiet_transformers
 
 
 def convert_gguf(path: Path, cache_dir: Path) -> Path:
@@ -60,7 +61,8 @@ def _load(path: Path, beside: Path) -> Any:
     try:
         named: dict[str, Any] = {"gguf_file": path.name, "trust_remote_code": False}
         tokenizer = transformers.AutoTokenizer.from_pretrained(path.parent, **named)
-        model = transformers.AutoModelForCausalLM.from_pretrained(path.parent, **named, **options)
+        with quiet_transformers():
+            model = transformers.AutoModelForCausalLM.from_pretrained(path.parent, **named, **options)
     except (OSError, ValueError, KeyError, IndexError, OverflowError, struct.error) as error:
         reason = " ".join(str(error).split())[:300]
         raise UsageError(
