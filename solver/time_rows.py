@@ -20,6 +20,8 @@ Legend (seconds; M micro-batches, p prefetch depth, q D2H lag):
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import pulp
 
 from lazysched.solver.decisions import Decisions, Expression
@@ -30,6 +32,20 @@ from lazysched.solver.segment_rows import SegmentRows
 from lazysched.solver.slot_rows import SlotChain, freeing_place
 from lazysched.solver.update_rows import add_update_rows
 from lazysched.solver.window_durations import ZERO, WindowDurations
+
+
+class _OutgoingSlot(NamedTuple):
+    """The slot that one micro-batch of a window takes for what leaves.
+
+    Attributes:
+        taken_by: which micro-batch, counted from 0.
+        back: of the window that had it before, which micro-batch, counted from the last.
+        chain: when the slot is free.
+    """
+
+    taken_by: int
+    back: int
+    chain: SlotChain
 
 
 def add_time_rows(problem: pulp.LpProblem, instance: Instance, decisions: Decisions) -> pulp.LpVariable:
@@ -190,20 +206,30 @@ class TimeRows(WindowDurations):
 
         They have one slot more, for they lie among hidden states.
         """
-        made, all_ = (self._outgoing_slots(letter, count) for letter, count in (("ss", 1), ("hs", 2)))
+        made, all_ = self._outgoing_slots("ss", self.lag + 1), self._outgoing_slots("hs", self.lag + 2)
         for w in self.forward_blocks:
             stays, early = self.stays(w), self.of_saving(w, self.forward_blocks, "leaves_early")
-            for slots, idle in ((made, stays + early), (all_, stays)):
-                if slots.free is not None:
-                    self.problem += self.tc[w] >= slots.free - self.backlog_s() * idle
+            slots = [(each, idle) for group, idle in ((made, stays + early), (all_, stays)) for each in group]
+            for each, idle in slots:
+                if each.chain.free is not None:
+                    free = each.chain.free - self.backlog_s() * idle
+                    if each.taken_by == 0:
+                        self.problem += self.tc[w] >= free
+                    else:
+                        self.problem += self.tc[w + 1] >= free + (1 - each.taken_by / self.m) * self.comp[w]
             self._own_save_rows(w, stays + early)
-            for slots, idle, num_slots in ((made, stays + early, self.lag + 1), (all_, stays, self.lag + 2)):
-                back = freeing_place(num_slots, self.m).back
-                slots.use(w, self.saves_end(w) - (back - 1) * self.save[w], idle)
+            for each, idle in slots:
+                each.chain.use(w, self.saves_end(w) - (each.back - 1) * self.save[w], idle)
 
-    def _outgoing_slots(self, letter: str, beyond_lag: int) -> SlotChain:
-        place = freeing_place(self.lag + beyond_lag, self.m)
-        return SlotChain(self.problem, letter, place.windows, self.backlog_s())
+    def _outgoing_slots(self, letter: str, num_slots: int) -> list[_OutgoingSlot]:
+        """Of a window's first micro-batch, and of its last that takes a slot from a window before."""
+        found = []
+        for name, taken_by in {letter: 0, f"{letter}l": min(self.m, num_slots) - 1}.items():
+            if taken_by or name == letter:
+                place = freeing_place(num_slots - taken_by, self.m)
+                chain = SlotChain(self.problem, name, place.windows, self.backlog_s())
+                found.append(_OutgoingSlot(taken_by, place.back, chain))
+        return found
 
     def _own_save_rows(self, w: int, early: Expression) -> None:
         """When the copies of a window run, and what the window itself waits for; ``early`` if they make nothing new."""

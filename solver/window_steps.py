@@ -189,6 +189,9 @@ class Steps:
         start = np.where(makes, np.maximum(start, self.save_slots[0]), start)
         start = np.where(moves, np.maximum(start, self.leaving_slots[0]), start)
         end = start + m * self.forward[i]
+        for slots, waits in ((self.save_slots, makes), (self.leaving_slots, moves)):
+            last = min(m, len(slots)) - 1  # of the micro-batches that take slots of windows before
+            end = np.where(waits, np.maximum(end, slots[last] + (m - last) * self.forward[i]), end)
         first = np.maximum(self.d2h_s, np.where(early, self.begun_s, start + self.forward[i]))
         saved = np.maximum(first + m * save_s, np.where(early, before_s, end) + save_s)
         for num_slots, waits in ((self.lag + 1, makes), (self.lag + 2, moves)):

@@ -140,6 +140,21 @@ class TestTime:
             assert count_bound_s(instance, PLENTY, 2) <= simulated_s * (1 + 1e-9)
             assert instance.compute_bound_s <= simulated_s * (1 + 1e-9)
 
+    @pytest.mark.parametrize(("accumulation", "lag"), [(2, 1), (2, 2), (3, 1), (3, 2), (4, 1), (5, 2), (2, 3)])
+    def test_each_micro_batch_waits_for_the_slot_that_it_takes(self, accumulation: int, lag: int) -> None:
+        """Blocks by turns send all, longer than a forward takes, and their input alone: the copies of a window end late
+        in the next one, whose last micro-batch waits longer than its first."""
+        profile = tiny_profile(8, micro_batches=(1,), saved_bytes=14 * MB)
+        candidate = Candidate(1, accumulation, 1, lag, offload_limits(profile, 1)[-1])
+        instance = Instance(profile, candidate, "fp32", EXACT)
+        sent = [(option.tier, option.rest_stays, option.variant.name) for option in instance.saves[0]]
+        everything, input_alone = sent.index(("host", False, "all")), sent.index(("host", False, "input"))
+        saves = tuple(everything if i % 2 == 0 else input_alone for i in range(8))
+        choices = Choices(("gpu",) * 8, saves, 0)
+        step_s = replayed(profile, instance, choices).step_s
+        assert fixed_period(instance, choices, PLENTY) == pytest.approx(step_s, rel=1e-6)
+        assert WindowReplay(instance).evaluate(ChoiceBatch.of([choices])).step_s[0] == pytest.approx(step_s, rel=1e-6)
+
 
 class TestExactClipping:
     def test_no_update_starts_before_the_last_gradient_has_arrived(self) -> None:
