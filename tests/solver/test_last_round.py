@@ -42,6 +42,10 @@ def recomputing(num_blocks: int = 6) -> Choices:
     return Choices(("streamed",) * num_blocks, (INPUT_ONLY,) * num_blocks, 0)
 
 
+def _first_on_gpu(others: StateChoice) -> tuple[StateChoice, ...]:
+    return ("gpu", others, others, others, others, others)
+
+
 class TestChanges:
     def test_every_change_of_one_block_and_of_the_vocabulary_is_there(self) -> None:
         instance = Instance(PROFILE, Candidate(1, 1), "hybrid8", Update())
@@ -141,8 +145,7 @@ class TestImproved:
     def test_of_equally_fast_plans_the_one_that_moves_less_is_taken(self) -> None:
         """Uploads of five blocks' weights hide behind compute here, but there is room to keep these."""
         judge = judge_of(900 * MB)
-        kept: tuple[StateChoice, ...] = ("gpu", *("resident",) * 5)
-        streamed: tuple[StateChoice, ...] = ("gpu", *("streamed",) * 5)
+        kept, streamed = _first_on_gpu("resident"), _first_on_gpu("streamed")
         start = judged(judge, Choices(streamed, (KEPT,) * 6, 0))
         end = improved(judge, start, always)
         assert end.found.choices == Choices(kept, (KEPT,) * 6, 0)
