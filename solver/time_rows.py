@@ -191,12 +191,13 @@ class TimeRows(WindowDurations):
         They have one slot more, for they lie among hidden states.
         """
         made, all_ = (self._outgoing_slots(letter, count) for letter, count in (("ss", 1), ("hs", 2)))
+        hidden_s = self._spare_hidden_s()
         for w in self.forward_blocks:
             stays, early = self.stays(w), self.of_saving(w, self.forward_blocks, "leaves_early")
-            for slots, idle in ((made, stays + early), (all_, stays)):
+            for slots, idle, spare_s in ((made, stays + early, ZERO), (all_, stays, hidden_s[w])):
                 if slots.free is not None:
-                    self.problem += self.tc[w] >= slots.free - self.backlog_s() * idle
-            self._own_save_rows(w, stays + early)
+                    self.problem += self.tc[w] >= slots.free - self.backlog_s() * idle - spare_s
+            self._own_save_rows(w, stays + early, hidden_s[w])
             for slots, idle, num_slots in ((made, stays + early, self.lag + 1), (all_, stays, self.lag + 2)):
                 back = freeing_place(num_slots, self.m).back
                 slots.use(w, self.saves_end(w) - (back - 1) * self.save[w], idle)
@@ -205,7 +206,28 @@ class TimeRows(WindowDurations):
         place = freeing_place(self.lag + beyond_lag, self.m)
         return SlotChain(self.problem, letter, place.windows, self.backlog_s())
 
-    def _own_save_rows(self, w: int, early: Expression) -> None:
+    def _spare_hidden_s(self) -> dict[int, Expression]:
+        """Forward window -> copying to the host that it may leave undone, for hidden states have more slots yet.
+
+        Those of all inputs that stay on the GPU are there from the start, and so are a segment's inner ones.
+        """
+        saves = self.instance.saves
+        one_s = self.m * max(o.save_s + o.write_s for options in saves for o in options)
+        spare: Expression = ZERO
+        if self.instance.has_segments:
+            most = max(o.segment for options in saves for o in options) - 1
+            inner = self.problem.add_variable("ih", 0, most)
+            self.problem += inner <= pulp.lpSum(
+                self.decisions.save(i, lambda o: float(o.place > 0)) for i in range(self.num_blocks)
+            )
+            spare += inner
+        result: dict[int, Expression] = {}
+        for w in reversed(self.forward_blocks):
+            spare = spare + self.decisions.save(w - 1, lambda o: float(o.kept_input_gb > 0))
+            result[w] = one_s * spare
+        return result
+
+    def _own_save_rows(self, w: int, early: Expression, spare_s: Expression) -> None:
         """When the copies of a window run, and what the window itself waits for; ``early`` if they make nothing new."""
         begun, before = (self.tc[k] + self.comp[k] * (1 / self.m) for k in (w, w - 1))
         self.problem += self.ty[w] >= before
@@ -216,10 +238,11 @@ class TimeRows(WindowDurations):
         # Copies stand in one piece, as late as their last must be; the first may have been long before.
         engine = [self.saves_end(w - 1)] if w - 1 in self.forward_blocks else []
         one_s = self.comp[w] * (1 / self.m)
-        for num_slots, first, idle in ((self.lag + 1, begun, early), (self.lag + 2, before, self.stays(w))):
+        made, all_ = (self.lag + 1, begun, early, ZERO), (self.lag + 2, before, self.stays(w), spare_s)
+        for num_slots, first, idle, spared_s in (made, all_):
             for start in (first, *engine) if self.m > num_slots else ():
                 waited = start + (self.m - num_slots) * self.save[w]
-                self.problem += self.tc[w + 1] >= waited + one_s - self.backlog_s() * idle
+                self.problem += self.tc[w + 1] >= waited + one_s - self.backlog_s() * idle - spared_s
 
     def _gradient_rows(self) -> None:
         """Gradients leave after their window; their slot must be free again when ``lag + 1`` later ones need one."""

@@ -148,3 +148,23 @@ def test_stages_that_the_gpu_updates_wait_for_no_gradient_on_its_way_to_the_host
     ends = next(k for k, o in enumerate(options) if (o.embed, o.head) == ("gpu", "resident"))
     choices = replace(streaming(4, streamed), vocabulary=ends)
     assert above(profile, candidate, choices) <= ROUNDING
+
+
+def saving(profile: Profile, candidate: Candidate, kinds: str) -> Choices:
+    """All blocks on the GPU; of each all leaves (a), its input (i), or nothing (-)."""
+    instance = Instance(profile, candidate, "hybrid8", EXACT)
+    wanted = {"a": ("all", "host", False), "i": ("all", "host", True), "-": ("all", "gpu", False)}
+    saves = [
+        next(k for k, o in enumerate(options) if (o.variant.name, o.tier, o.rest_stays) == wanted[kind])
+        for kind, options in zip(kinds, instance.saves, strict=True)
+    ]
+    return Choices(("gpu",) * len(kinds), tuple(saves), 0)
+
+
+@pytest.mark.parametrize("kinds", ["iiai-iii--", "aiiiii---", "aai-ai--"])
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_inputs_that_stay_leave_slots_for_those_that_leave(kinds: str, accumulation: int) -> None:
+    """A hidden state takes a slot that was never used before one that is still being copied."""
+    profile = tiny_profile(len(kinds), link_bytes_per_s=100e6, cpu_params_per_s=1e9)
+    candidate = Candidate(1, accumulation, 2, offload_limit_bytes=offload_limits(profile, 1)[-1])
+    assert above(profile, candidate, saving(profile, candidate, kinds)) <= ROUNDING
