@@ -199,3 +199,11 @@ def test_the_embedding_frees_no_slot_of_a_block(accumulation: int) -> None:
     plain = plain.model_copy(update={"variants": {**plain.variants, "embed": {1: [slow]}}})
     profile = with_frozen(plain, ["block.4.w", "head.w"])
     assert above(profile, Candidate(1, accumulation), streaming(5, 0, 1, 2)) <= ROUNDING
+
+
+@pytest.mark.parametrize("limit", [0, 1_000_000])
+def test_what_may_leave_need_not_so_that_one_direction_is_busy_alone(limit: int) -> None:
+    plain = tiny_profile(5, link_bytes_per_s=100e6, cpu_params_per_s=1e9)
+    links = {**plain.links, "h2d": curve(140e6), "d2h": curve(140e6)}
+    profile = with_frozen(plain.model_copy(update={"links": links}), ["head.w"])
+    assert above(profile, Candidate(1, 1, offload_limit_bytes=limit), streaming(5, *range(5))) <= ROUNDING
