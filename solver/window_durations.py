@@ -6,7 +6,6 @@ Windows w: 0 embedding, 1..L blocks forward, L+1 head, L+2..2L+1 blocks backward
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cached_property
 
 import pulp
 
@@ -163,15 +162,6 @@ class WindowDurations:
         """Most copying to the host that a block which sends nothing away has not to wait for."""
         return self.m * max(o.save_s + o.forward_s for options in self.instance.saves for o in options)
 
-    def late_s(self) -> float:
-        """Most by which gradients arrive later than ``compute`` ends, if that of the embedding does not leave.
-
-        Each block that sends one waits for a slot, and these hold so many.
-        """
-        grads_s = max(costs.grads_s for costs in self.instance.blocks)
-        return (self.lag + 1) * grads_s + self.instance.head.grads_s
-
-    @cached_property
     def longest_step_s(self) -> float:
         """Longer than any sensible step: twice everything one after the other."""
         instance = self.instance
