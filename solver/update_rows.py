@@ -31,26 +31,30 @@ def _add_late(rows: TimeRows) -> None:
     """
     rows.problem += rows.te >= rows.compute_end(rows.num_windows - 1)
     before: Expression = ZERO
+    free: Expression = ZERO + 1
     for w in range(rows.head + 1):
         own = rows.of_gradient(rows.num_windows - 1 - w, lambda c: c.cpu_update_s, gpu=False)
         if w > 0 and rows.trained[w - 1]:
             own += rows.instance.least_lost_s * rows.load[w - 1]
         updated = rows.problem.add_variable(f"cc_{w}", 0)
         rows.problem += updated >= before + own
+        free = _free(rows, w, free)
         if rows.trained[w]:
-            rows.problem += rows.tx[w] + rows.period >= rows.te + updated - _free(rows, w)
+            rows.problem += rows.tx[w] + rows.period >= rows.te + updated - rows.late_s() * free
         rows.updates.append((updated, own))
         before = updated
 
 
-def _free(rows: TimeRows, window: int) -> Expression:
-    """What lets a stage off that the GPU updates, where not all is trained: then uploads behind it wait for nothing.
+def _free(rows: TimeRows, window: int, before: Expression) -> Expression:
+    """More than 0 up to the first stage that the host updates: nothing until there waits for updates.
 
-    Otherwise these wait for updates of their own, and the row is a good bound.
+    After it the rows of those before say as much: a stage is not used before them, nor does its own upload wait.
     """
-    if all(rows.trained):
-        return ZERO
-    return rows.longest_step_s() * rows.of_gradient(rows.num_windows - 1 - window, lambda c: 1.0, gpu=True)
+    lets_off = rows.problem.add_variable(f"fr_{window}", 0)
+    rows.problem += lets_off <= before
+    if rows.trained[window]:
+        rows.problem += lets_off <= rows.of_gradient(rows.num_windows - 1 - window, lambda c: 1.0, gpu=True)
+    return 1 * lets_off
 
 
 def _add_early(rows: TimeRows) -> None:

@@ -162,6 +162,14 @@ class WindowDurations:
         """Most copying to the host that a block which sends nothing away has not to wait for."""
         return self.m * max(o.save_s + o.forward_s for options in self.instance.saves for o in options)
 
+    def late_s(self) -> float:
+        """Most by which gradients arrive later than ``compute`` ends, if that of the embedding does not leave.
+
+        Each block that sends one waits for a slot, and these hold so many.
+        """
+        grads_s = max(costs.grads_s for costs in self.instance.blocks)
+        return (self.lag + 1) * grads_s + self.instance.head.grads_s
+
     def longest_step_s(self) -> float:
         """Longer than any sensible step: twice everything one after the other."""
         instance = self.instance

@@ -131,3 +131,20 @@ def test_where_little_is_trained_uploads_wait_for_less(trained: list[str]) -> No
     for accumulation in (1, 2, 4):
         for _ in range(3):
             assert above(profile, Candidate(1, accumulation, 2), generator) <= ROUNDING
+
+
+def with_slow_copies_to_the_host(profile: Profile, bytes_per_s: float) -> Profile:
+    """The same whether the other direction is busy or not."""
+    slow = curve(bytes_per_s)
+    return profile.model_copy(update={"links": {**profile.links, "d2h": slow, "d2h_both": slow}})
+
+
+@pytest.mark.parametrize("streamed", [1, 3])
+def test_stages_that_the_gpu_updates_wait_for_no_gradient_on_its_way_to_the_host(streamed: int) -> None:
+    """Copies to the host last longer than the backward; the first blocks compute beside the last of them."""
+    profile = with_slow_copies_to_the_host(tiny_profile(4, link_bytes_per_s=700e6), 70e6)
+    candidate = Candidate(1, 1)
+    options = Instance(profile, candidate, "hybrid8", EXACT).vocabulary_options
+    ends = next(k for k, o in enumerate(options) if (o.embed, o.head) == ("gpu", "resident"))
+    choices = replace(streaming(4, streamed), vocabulary=ends)
+    assert above(profile, candidate, choices) <= ROUNDING
