@@ -62,10 +62,12 @@ def profile_to_solve(
 
 def say_if_beyond_the_machine(profile: Profile, gpu_bytes: int | None, host_bytes: int | None) -> None:
     """A line on stderr for budgets that the machine of ``profile`` does not have; None: not given."""
+    from lazysched.solver.input_checks import MAX_BYTES
+
     given: dict[Tier, int] = {tier: size for tier, size in zip(TIERS, (gpu_bytes, host_bytes), strict=True) if size}
     for memory in memories_of(profile):
         budget, flags = memory.bytes_of(given), [f"--{tier}-memory" for tier in memory.tiers if tier in given]
-        if budget > memory.num_bytes:
+        if memory.num_bytes < budget <= MAX_BYTES:  # more than that is refused
             size = format_bytes(memory.num_bytes)
             _note(f"{' and '.join(flags)} {format_bytes(budget)} is more than the {memory.name}'s {size}")
 

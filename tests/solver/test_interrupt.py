@@ -66,7 +66,7 @@ def profile_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def start(profile_file: Path, folder: Path, presses: str, gpu_memory: str = "24GB") -> subprocess.Popen[str]:
     command = ["solve", str(profile_file), "--batch-size", "16", "-o", str(folder / "plan.json")]
-    command += ["--gpu-memory", gpu_memory, "--host-memory", "300GB", "--gap", "0", "--time-limit", "600"]
+    command += ["--gpu-memory", gpu_memory, "--host-memory", "100GB", "--gap", "0", "--time-limit", "600"]
     code = DRIVER.format(presses=presses)
     pipe = subprocess.PIPE
     return subprocess.Popen([sys.executable, "-c", code, *command], stdout=pipe, stderr=pipe, text=True)
