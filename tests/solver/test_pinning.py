@@ -73,11 +73,14 @@ def every_plan(pageable_bytes_per_s: float) -> list[Outcome]:
     return result
 
 
-@pytest.mark.parametrize("pageable_bytes_per_s", [0.1e9, 0.9e9])
-def test_no_plan_within_the_limit_or_without_page_locking_is_faster(pageable_bytes_per_s: float) -> None:
+@pytest.mark.parametrize(("pageable_bytes_per_s", "needed"), [(0.1e9, {"pinned", "pageable"}), (0.9e9, {"pageable"})])
+def test_no_plan_within_the_limit_or_without_page_locking_is_faster(
+    pageable_bytes_per_s: float, needed: set[HostMemory]
+) -> None:
+    """``needed``: kinds of memory that somewhere are faster than the other by more than the gap."""
     everything = every_plan(pageable_bytes_per_s)
     least = min(found.gpu_bytes for found in everything)
-    chosen = set()
+    alone = set()
     for gpu_bytes, limit in itertools.product(
         (least, least + 15 * MB, least + 40 * MB), (0, 12 * MB, 20 * MB, 60 * MB)
     ):
@@ -93,8 +96,10 @@ def test_no_plan_within_the_limit_or_without_page_locking_is_faster(pageable_byt
         assert solution.timeline.step_s <= best_s * (1 + GAP), (gpu_bytes, limit)
         assert solution.timeline.pinned_bytes <= limit
         assert (solution.timeline.pinned_bytes == 0) == (solution.plan.host_memory == "pageable")
-        chosen.add(solution.plan.host_memory)
-    assert chosen == set(MEMORIES)
+        fastest = {f.memory for f in allowed if f.step_s <= best_s * (1 + GAP)}
+        assert solution.plan.host_memory in fastest
+        alone |= fastest if len(fastest) == 1 else set()
+    assert alone == needed
 
 
 def test_memory_rows_and_quick_bound_leave_out_what_exceeds_the_limit() -> None:
