@@ -206,7 +206,7 @@ class TimeRows(WindowDurations):
 
         They have one slot more, for they lie among hidden states.
         """
-        made, all_ = self._outgoing_slots("ss", self.lag + 1), self._outgoing_slots("hs", self.lag + 2)
+        made, all_ = self._outgoing_slots("ss", self.made_slots), self._outgoing_slots("hs", self.leaving_slots)
         for w in self.forward_blocks:
             stays, early = self.stays(w), self.of_saving(w, self.forward_blocks, "leaves_early")
             slots = [(each, idle) for group, idle in ((made, stays + early), (all_, stays)) for each in group]
@@ -242,10 +242,16 @@ class TimeRows(WindowDurations):
         # Copies stand in one piece, as late as their last must be; the first may have been long before.
         engine = [self.saves_end(w - 1)] if w - 1 in self.forward_blocks else []
         one_s = self.comp[w] * (1 / self.m)
-        for num_slots, first, idle in ((self.lag + 1, begun, early), (self.lag + 2, before, self.stays(w))):
+        for num_slots, first, idle in ((self.made_slots, begun, early), (self.leaving_slots, before, self.stays(w))):
             for start in (first, *engine) if self.m > num_slots else ():
-                waited = start + (self.m - num_slots) * self.save[w]
+                waited = start + (self.m - num_slots) * self.save[w] + (self.m - num_slots - 1) * self._turn_s(w)
                 self.problem += self.tc[w + 1] >= waited + one_s - self.backlog_s() * idle
+
+    def _turn_s(self, w: int) -> Expression:
+        """With one slot, the forward that comes between two copies of what the window makes; else 0."""
+        if self.made_slots > 1:
+            return ZERO
+        return self.decisions.save(w - 1, lambda o: o.forward_s * (o.leaves and not o.leaves_early))
 
     def _gradient_rows(self) -> None:
         """Gradients leave after their window; their slot must be free again when ``lag + 1`` later ones need one."""
