@@ -16,7 +16,7 @@ from rich.console import Console
 
 from lazysched.cli_hardware import say_if_beyond_the_machine
 from lazysched.errors import UsageError
-from lazysched.lines import say
+from lazysched.lines import say, warn
 from lazysched.progress import profile_shown
 from lazysched.schemas import Plan, Profile
 from lazysched.train_config import TrainConfig
@@ -119,7 +119,7 @@ def _profile(settings: TrainConfig, source: ModelSource, rows: int, console: Con
     measured.save(path)
     say(console, f"profile: kept in {path}")
     for warning in measured.doubts():
-        say(console, f"warning: {warning}")
+        warn(console, warning)
     return measured
 
 

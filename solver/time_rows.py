@@ -224,11 +224,11 @@ class TimeRows(WindowDurations):
     def _outgoing_slots(self, letter: str, num_slots: int) -> list[_OutgoingSlot]:
         """Of a window's first micro-batch, and of its last that takes a slot from a window before."""
         found = []
-        for name, taken_by in {letter: 0, f"{letter}l": min(self.m, num_slots) - 1}.items():
-            if taken_by or name == letter:
-                place = freeing_place(num_slots - taken_by, self.m)
-                chain = SlotChain(self.problem, name, place.windows, self.backlog_s())
-                found.append(_OutgoingSlot(taken_by, place.back, chain))
+        for taken_by in sorted({0, min(self.m, num_slots) - 1}):
+            place = freeing_place(num_slots - taken_by, self.m)
+            name = f"{letter}l" if taken_by else letter
+            chain = SlotChain(self.problem, name, place.windows, self.backlog_s())
+            found.append(_OutgoingSlot(taken_by, place.back, chain))
         return found
 
     def _own_save_rows(self, w: int, early: Expression) -> None:
