@@ -25,6 +25,7 @@ from lazysched import data_commands, doctor_command, evaluate_command, plan_comm
 from lazysched.__main__ import INTERRUPTED
 from lazysched.cli_hardware import measure_machine, show_machine
 from lazysched.errors import LazyschedError, UsageError, short_repr
+from lazysched.lines import warn
 from lazysched.outputs import require_folder_of, require_no_input
 from lazysched.progress import profile_shown
 from lazysched.schemas import Profile
@@ -201,7 +202,7 @@ def profile(
             )  # fmt: skip
         measured.save(output)
         for warning in measured.doubts():
-            Console(stderr=True).print(f"warning: {warning}", highlight=False, markup=False, soft_wrap=True)
+            warn(Console(stderr=True), warning)
         if measured.trainable:
             Console().print(f"trained: {trained_share(measured.stages)}", highlight=False)
     Console().print(f"wrote {output}", highlight=False, markup=False)

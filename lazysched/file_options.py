@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from lazysched.errors import UsageError
+from lazysched.lines import warn
 from lazysched.schemas import Plan
 from lazysched.schemas.executable import check_executable, executes_files
 from lazysched.units import format_bytes, parse_bytes
@@ -62,11 +63,11 @@ def without_unexecuted_files(settings: dict[str, Any]) -> dict[str, Any]:
     num_bytes = settings["nvme_bytes"]
     if not num_bytes or not settings["executable_only"] or executes_files():
         return settings
-    Console(stderr=True).print(
-        f"warning: --nvme {format_bytes(num_bytes)}: the runtime does not execute files yet, so this plan uses none; "
+    warn(
+        Console(stderr=True),
+        f"--nvme {format_bytes(num_bytes)}: the runtime does not execute files yet, so this plan uses none; "
         f"--not-executable shows one that does",
-        highlight=False, markup=False, soft_wrap=True,
-    )  # fmt: skip
+    )
     return {**settings, "nvme_bytes": 0}
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from lazysched.errors import RunError, UsageError
-from lazysched.lines import say
+from lazysched.lines import say, warn
 from lazysched.progress import profile_shown, search_shown
 from lazysched.report_command import end_report
 
@@ -71,7 +71,7 @@ def run_quickstart(output_dir: Path, *, device: str | None, console: Console) ->
         )  # fmt: skip
     measured.save(output_dir / "profile.json")
     for warning in measured.doubts():
-        console.print(f"warning: {warning}", highlight=False, markup=False, soft_wrap=True)
+        warn(console, warning)
     console.print(f"3/4 solve: {BATCH_SIZE} rows a step", highlight=False, markup=False)
     with search_shown(TIME_LIMIT_S, console) as searching:
         solution = solve(

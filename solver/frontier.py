@@ -24,6 +24,7 @@ COLUMNS: tuple[str, ...] = (
 MEANINGS = {
     "feasible": "feasible: a faster plan may exist, by up to the gap; a longer --time-limit may find it",
     "time limit": "time limit: within --time-limit neither a plan nor a proof that none fits was found",
+    "interrupted": "interrupted: Ctrl-C came first; a plan there is the best until then, or that of a smaller budget",
 }
 """Status -> what it means, where that is not plain."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +29,7 @@ class Answer:
         missing_bytes: tier -> bytes by which that budget alone would have to grow, where nothing fits.
         problem: why there is no plan, in one line.
         infeasible: whether that is because nothing fits.
+        interrupted: whether Ctrl-C came before the end.
         recipes_s: fixed recipe that fits -> step in seconds.
     """
 
@@ -36,6 +37,7 @@ class Answer:
     missing_bytes: dict[str, int] = field(default_factory=dict)
     problem: str | None = None
     infeasible: bool = False
+    interrupted: bool = False
     recipes_s: dict[str, float] = field(default_factory=dict)
 
 
@@ -54,7 +56,28 @@ def answer(request: Request) -> Answer:
     except LazyschedError as error:
         return Answer(None, problem=str(error))
     recipes_s = {recipe.name: recipe.timeline.step_s for recipe in solution.recipes if recipe.timeline is not None}
-    return Answer(solution.plan.model_copy(update={"profile": None}), recipes_s=recipes_s)
+    plan = solution.plan.model_copy(update={"profile": None})
+    return Answer(plan, interrupted=solution.interrupted, recipes_s=recipes_s)
+
+
+def answer_until_interrupted(requests: Sequence[Request], report: Callable[[int], None] | None = None) -> list[Answer]:
+    """As ``answer_all``, but after Ctrl-C what is not answered by then is ``interrupted``.
+
+    Raises:
+        KeyboardInterrupt: Ctrl-C came before there was any answer.
+    """
+    answers: dict[int, Answer] = {}
+    try:
+        for index, found in _as_they_come(requests):
+            answers[index] = found
+            if report is not None:
+                report(len(answers))
+            if found.interrupted:
+                break
+    except KeyboardInterrupt:
+        if not answers:
+            raise
+    return [answers.get(index, Answer(None, interrupted=True)) for index in range(len(requests))]
 
 
 def answer_all(requests: Sequence[Request], report: Callable[[int], None] | None = None) -> list[Answer]:
@@ -68,12 +91,16 @@ def answer_all(requests: Sequence[Request], report: Callable[[int], None] | None
         UsageError: as ``answer``.
         RunError: a process that was solving died.
     """
-    workers = min(usable_cores(), len(requests))
-    in_turn = ((i, answer(request)) for i, request in enumerate(requests))
-    pairs = each_in_processes(answer, requests, workers) if workers > 1 else in_turn
     answers: dict[int, Answer] = {}
-    for index, found in pairs:
+    for index, found in _as_they_come(requests):
         answers[index] = found
         if report is not None:
             report(len(answers))
     return [answers[index] for index in range(len(requests))]
+
+
+def _as_they_come(requests: Sequence[Request]) -> Iterable[tuple[int, Answer]]:
+    workers = min(usable_cores(), len(requests))
+    if workers > 1:
+        return each_in_processes(answer, requests, workers)
+    return ((i, answer(request)) for i, request in enumerate(requests))

@@ -9,7 +9,7 @@ from typing import Any
 
 from lazysched.errors import UsageError
 from lazysched.schemas import Plan, Profile, Tier
-from lazysched.solver.many import Answer, Request, answer_all
+from lazysched.solver.many import Answer, Request, answer_until_interrupted
 from lazysched.solver.solution import report_with, sought_gap
 from lazysched.solver.what_if import engine_shares
 from lazysched.units import parse_bytes
@@ -47,8 +47,8 @@ class Point:
             where that is not proven; empty without a plan.
         missing_bytes: by which the swept budget would have to grow; None with a plan, or where growing it alone cannot
             help or was not worked out.
-        status: ``optimal``, ``feasible``, ``infeasible`` or ``time limit``, which is neither a plan nor a proof that
-            there is none.
+        status: ``optimal``, ``feasible``, ``infeasible``, ``time limit``, which is neither a plan nor a proof that
+            there is none, or ``interrupted``, which may have a plan.
         recipes_s: fixed recipe that fits -> step in seconds.
     """
 
@@ -105,10 +105,11 @@ def run_sweep(
 
     Raises:
         UsageError: a setting is wrong, or the profile lacks a figure.
+        KeyboardInterrupt: Ctrl-C came before any budget was solved for; after that the others are ``interrupted``.
     """
     name = f"{sweep.flag.replace('-', '_')}_bytes"
     requests = [Request(profile, {**settings, name: budget}) for budget in sweep.budgets]
-    answers = answer_all(requests, report)
+    answers = answer_until_interrupted(requests, report)
     plans = _fastest(answers, sweep, sought_gap(settings.get("gap")))
     recipes = accumulate((answer.recipes_s for answer in answers), _fastest_recipes)
     return [_point(profile, sweep, index, answers[index:], plans, recipes_s) for index, recipes_s in enumerate(recipes)]
@@ -147,13 +148,14 @@ def _point(
     profile: Profile, sweep: Sweep, index: int, from_here: Sequence[Answer], plans: Sequence[Plan | None],
     recipes_s: dict[str, float],
 ) -> Point:  # fmt: skip
-    plan, budget = plans[index], sweep.budgets[index]
+    plan, budget, interrupted = plans[index], sweep.budgets[index], from_here[0].interrupted
     if plan is None:
-        status = "infeasible" if any(answer.infeasible for answer in from_here) else "time limit"
+        infeasible = any(answer.infeasible for answer in from_here)
+        status = "infeasible" if infeasible else "interrupted" if interrupted else "time limit"
         return Point(budget, None, "", from_here[0].missing_bytes.get(sweep.tier), status, recipes_s)
     assert plan.solver is not None
     binds = _binds(profile, sweep, plan, plans[index + 1 :])
-    return Point(budget, plan, binds, None, plan.solver.status, recipes_s)
+    return Point(budget, plan, binds, None, "interrupted" if interrupted else plan.solver.status, recipes_s)
 
 
 def _binds(profile: Profile, sweep: Sweep, plan: Plan, larger: Sequence[Plan | None]) -> str:

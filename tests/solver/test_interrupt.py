@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import signal
 import subprocess
 import sys
@@ -20,7 +21,7 @@ DRIVER = """
 import os, signal, sys, threading
 import lazysched.solver
 from lazysched.cli import main
-from lazysched.solver import explore, highs, milp, outer_search, recipes, remedies
+from lazysched.solver import explore, highs, many, milp, outer_search, recipes, remedies, workers
 ctrl_c = lambda: os.kill(os.getpid(), signal.SIGINT)
 
 def press_in(owner, name, calls_before=0, delay_s=0.0):
@@ -138,6 +139,38 @@ def test_at_any_moment(profile_file: Path, tmp_path: Path, after_s: float) -> No
     else:
         assert ended.plan is not None  # it was done before, and perhaps about to leave
         assert ended.code in (0, -signal.SIGINT)
+
+
+ONE_CORE, TWO_CORES = (f"os.sched_getaffinity = lambda _: range({count})" for count in (1, 2))
+SECOND_BUDGET = 'press_in(many, "answer", calls_before=1)'
+THIRD_BUDGET = 'press_in(workers, "_hand_out", calls_before=2)'  # when one of the first two is there
+
+
+def swept(folder: Path, *presses: str) -> tuple[Ended, list[dict[str, str]]]:
+    """What became of a sweep of three budgets, and the rows of its table."""
+    large_profile(SHAPE_7B, CARD, 3, micro_batches=(2,)).save(folder / "small.json")
+    command = ["solve", str(folder / "small.json"), "--batch-size", "2", "-o", str(folder / "plan.json")]
+    command += ["--sweep", "gpu-memory=16GB:24GB:4GB", "--host-memory", "100GB"]
+    code = DRIVER.format(presses="\n".join(presses))
+    done = subprocess.run([sys.executable, "-c", code, *command], capture_output=True, text=True, timeout=GUARD_S)
+    plan, table = folder / "plan.json", folder / "plan.csv"
+    rows = list(csv.DictReader(table.read_text().splitlines())) if table.exists() else []
+    return Ended(done.returncode, done.stdout, done.stderr, Plan.load(plan) if plan.exists() else None), rows
+
+
+@pytest.mark.parametrize("presses", [(ONE_CORE, SECOND_BUDGET), (TWO_CORES, THIRD_BUDGET)], ids=["in turn", "beside"])
+def test_what_a_sweep_has_solved_is_written(tmp_path: Path, presses: tuple[str, str]) -> None:
+    ended, rows = swept(tmp_path, *presses)
+    assert (ended.code, ended.plan is not None) == (0, True)
+    assert "interrupted: Ctrl-C came first" in " ".join(ended.out.split())
+    statuses = [row["status"] for row in rows]
+    assert (len(statuses), statuses.count("interrupted")) == (3, 2)
+    assert all(float(row["step_s"]) > 0 for row in rows if row["status"] != "interrupted")
+
+
+def test_a_sweep_that_has_solved_nothing_writes_nothing(tmp_path: Path) -> None:
+    ended, rows = swept(tmp_path, ONE_CORE, 'press_in(many, "answer")')
+    assert (ended.code, ended.plan, rows) == (130, None, [])
 
 
 def test_highs_stops_amid_a_program(tmp_path: Path) -> None:
