@@ -6,6 +6,7 @@ Windows w: 0 embedding, 1..L blocks forward, L+1 head, L+2..2L+1 blocks backward
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
 
 import pulp
 
@@ -170,6 +171,7 @@ class WindowDurations:
         grads_s = max(costs.grads_s for costs in self.instance.blocks)
         return (self.lag + 1) * grads_s + self.instance.head.grads_s
 
+    @cached_property
     def longest_step_s(self) -> float:
         """Longer than any sensible step: twice everything one after the other."""
         instance = self.instance
