@@ -237,16 +237,17 @@ class TimeRows(WindowDurations):
         They have one slot more, for they lie among hidden states.
         """
         made, all_ = self._outgoing_slots("ss", self.lag + 1), self._outgoing_slots("hs", self.lag + 2)
-        hidden_s = self._spare_hidden_s()
+        hidden_s, made_end = self._spare_hidden_s(), self.tc[0] + 0
         for w in self.forward_blocks:
             stays, early = self.stays(w), self.of_saving(w, self.forward_blocks, "leaves_early")
-            for slots, idle, spare_s in ((made, stays + early, ZERO), (all_, stays, hidden_s[w])):
+            for slots, let_off_s in ((made, self.backlog_s * (stays + early)), (all_, hidden_s[w])):
                 for slot in slots:
-                    self._wait_for_slot(w, slot, self.backlog_s() * idle + spare_s)
-            self._own_save_rows(w, stays + early, hidden_s[w])
-            for slots, idle in ((made, stays + early), (all_, stays)):
+                    self._wait_for_slot(w, slot, let_off_s)
+            self._own_save_rows(w, stays + early, made_end, hidden_s[w])
+            made_end = self._made_end(w, stays + early, made_end)
+            for slots, end, idle in ((made, made_end, stays + early), (all_, self.saves_end(w), stays)):
                 for slot in slots:
-                    slot.chain.use(w, self.saves_end(w) - (slot.back - 1) * self.save[w], idle)
+                    slot.chain.use(w, end - (slot.back - 1) * self.save[w], idle)
 
     def _wait_for_slot(self, w: int, slot: _OutgoingSlot, let_off_s: Expression) -> None:
         """The micro-batch that takes the slot starts when it is free, or as much earlier as it is let off."""
@@ -264,9 +265,22 @@ class TimeRows(WindowDurations):
         for taken_by in sorted({0, min(self.m, num_slots) - 1}):
             place = freeing_place(num_slots - taken_by, self.m)
             name = f"{letter}l" if taken_by else letter
-            chain = SlotChain(self.problem, name, place.windows, self.backlog_s())
+            chain = SlotChain(self.problem, name, place.windows, self.backlog_s)
             found.append(_OutgoingSlot(taken_by, place.back, chain))
         return found
+
+    def _made_end(self, w: int, early: Expression, before: Expression) -> Expression:
+        """When what blocks up to here made for the host is there.
+
+        Inputs that leave alone may still be queued behind it, in all hidden slots that there are, and hold nothing up.
+        """
+        end = self.problem.add_variable(f"me_{w}", 0)
+        made_s = self.decisions.save(w - 1, lambda o: o.save_s * (not o.leaves_early))
+        self.problem += end >= before + self.m * made_s
+        input_s = max(o.save_s * o.leaves_early for options in self.instance.saves for o in options)
+        queue_s = (self.lag + 2 + self.m * (self.head - w + 1)) * input_s
+        self.problem += end >= self.saves_end(w) - queue_s * early
+        return 1 * end
 
     def _spare_hidden_s(self) -> dict[int, Expression]:
         """Forward window -> copying to the host that it may leave undone, for hidden states have more slots yet.
@@ -289,7 +303,7 @@ class TimeRows(WindowDurations):
             result[w] = one_s * spare
         return result
 
-    def _own_save_rows(self, w: int, early: Expression, spare_s: Expression) -> None:
+    def _own_save_rows(self, w: int, early: Expression, made_end: Expression, spare_s: Expression) -> None:
         """When the copies of a window run, and what the window itself waits for; ``early`` if they make nothing new."""
         begun, before = self._first_ends(w), self._first_ends(w - 1)
         self.problem += self.ty[w] >= before
@@ -298,13 +312,13 @@ class TimeRows(WindowDurations):
         self.problem += self.saves_end(w) >= self.compute_end(w) + self.save[w] - self.off_s * early
         self.problem += self.ty[w + 1] >= self.saves_end(w)
         # Copies stand in one piece, as late as their last must be; the first may have been long before.
-        engine = self._copied_before(w)
         one_s = self.comp[w] * (1 / self.m)
-        made, all_ = (self.lag + 1, begun, early, ZERO), (self.lag + 2, before, self.stays(w), spare_s)
-        for num_slots, first, idle, spared_s in (made, all_):
-            for start in (first, *engine) if self.m > num_slots else ():
+        made = self.lag + 1, (begun, made_end), self.backlog_s * early
+        all_ = self.lag + 2, (before, *self._copied_before(w)), self.backlog_s * self.stays(w) + spare_s
+        for num_slots, starts, off_s in (made, all_):
+            for start in starts if self.m > num_slots else ():
                 waited = start + (self.m - num_slots) * self.save[w]
-                self.problem += self.tc[w + 1] >= waited + one_s - self.backlog_s() * idle - spared_s
+                self.problem += self.tc[w + 1] >= waited + one_s - off_s
 
     def _gradient_rows(self) -> None:
         """Gradients leave after their window; their slot must be free again when ``lag + 1`` later ones need one."""

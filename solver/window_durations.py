@@ -159,6 +159,7 @@ class WindowDurations:
         ends = (self.instance.embed, self.instance.head)
         return max(*saves, *(costs.grads_s for costs in (*self.instance.blocks, *ends)))
 
+    @cached_property
     def backlog_s(self) -> float:
         """Most copying to the host that a block which sends nothing away has not to wait for."""
         return self.m * max(o.save_s + o.forward_s for options in self.instance.saves for o in options)

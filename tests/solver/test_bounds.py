@@ -190,6 +190,14 @@ def test_uploads_and_fetches_wait_for_no_more_than_in_the_program_of_operations(
     assert above(profile, candidate, saving(profile, candidate, kinds, *streamed)) <= ROUNDING
 
 
+def test_inputs_that_queue_up_take_no_slot_of_what_is_made() -> None:
+    """Copies of the first blocks' inputs last until long after later blocks, of which nothing leaves."""
+    kinds = "iiii------"
+    profile = with_slow_copies_to_the_host(tiny_profile(len(kinds), link_bytes_per_s=500e6, cpu_params_per_s=1e9), 18e6)
+    candidate = Candidate(1, 5, 2, 2, offload_limit_bytes=1_000_000)
+    assert above(profile, candidate, saving(profile, candidate, kinds)) <= ROUNDING
+
+
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_the_embedding_frees_no_slot_of_a_block(accumulation: int) -> None:
     """Frozen blocks are uploaded before the step that uses them begins."""
