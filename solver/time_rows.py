@@ -285,23 +285,35 @@ class TimeRows(WindowDurations):
     def _spare_hidden_s(self) -> dict[int, Expression]:
         """Forward window -> copying to the host that it may leave undone, for hidden states have more slots yet.
 
-        Those of all inputs that stay on the GPU are there from the start, and so are a segment's inner ones.
+        Those of all inputs that stay on the GPU are there from the start, and so are a segment's inner ones. In each an
+        input may still be leaving; with all that a block saves, no more than have slots of what leaves.
         """
-        saves = self.instance.saves
-        one_s = self.m * max(o.save_s + o.write_s for options in saves for o in options)
-        spare: Expression = ZERO
-        if self.instance.has_segments:
-            most = max(o.segment for options in saves for o in options) - 1
-            inner = self.problem.add_variable("ih", 0, most)
-            self.problem += inner <= pulp.lpSum(
-                self.decisions.save(i, lambda o: float(o.place > 0)) for i in range(self.num_blocks)
-            )
-            spare += inner
+        costs = [(o.save_s + o.write_s, o.leaves_early) for options in self.instance.saves for o in options]
+        input_s = max((cost_s for cost_s, early in costs if early), default=0.0)
+        most_s = (self.lag + 1) * max(0.0, *(cost_s - input_s for cost_s, _ in costs))
+        sent_s, spare = ZERO, self._spare_inner()
+        before_s: dict[int, Expression] = {}
+        for w in self.forward_blocks:
+            before_s[w] = sent_s
+            sent_s = sent_s + self.m * self.decisions.save(w - 1, lambda o: max(0.0, o.save_s + o.write_s - input_s))
         result: dict[int, Expression] = {}
         for w in reversed(self.forward_blocks):
             spare = spare + self.decisions.save(w - 1, lambda o: float(o.kept_input_gb > 0))
-            result[w] = one_s * spare
+            large = self.problem.add_variable(f"ls_{w}", 0, most_s)
+            self.problem += large <= before_s[w]
+            self.problem += large <= most_s * spare
+            result[w] = self.m * input_s * spare + large
         return result
+
+    def _spare_inner(self) -> Expression:
+        """Hidden slots of what lies inside a segment."""
+        if not self.instance.has_segments:
+            return ZERO
+        most = max(o.segment for options in self.instance.saves for o in options) - 1
+        inner = self.problem.add_variable("ih", 0, most)
+        blocks = range(self.num_blocks)
+        self.problem += inner <= pulp.lpSum(self.decisions.save(i, lambda o: float(o.place > 0)) for i in blocks)
+        return 1 * inner
 
     def _own_save_rows(self, w: int, early: Expression, made_end: Expression, spare_s: Expression) -> None:
         """When the copies of a window run, and what the window itself waits for; ``early`` if they make nothing new."""
