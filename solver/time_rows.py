@@ -236,7 +236,7 @@ class TimeRows(WindowDurations):
 
         They have one slot more, for they lie among hidden states.
         """
-        made, all_ = self._outgoing_slots("ss", self.lag + 1), self._outgoing_slots("hs", self.lag + 2)
+        made, all_ = self._outgoing_slots("ss", self.made_slots), self._outgoing_slots("hs", self.leaving_slots)
         hidden_s, made_end = self._spare_hidden_s(), self.tc[0] + 0
         for w in self.forward_blocks:
             stays, early = self.stays(w), self.of_saving(w, self.forward_blocks, "leaves_early")
@@ -278,7 +278,7 @@ class TimeRows(WindowDurations):
         made_s = self.decisions.save(w - 1, lambda o: o.save_s * (not o.leaves_early))
         self.problem += end >= before + self.m * made_s
         input_s = max(o.save_s * o.leaves_early for options in self.instance.saves for o in options)
-        queue_s = (self.lag + 2 + self.m * (self.head - w + 1)) * input_s
+        queue_s = (self.leaving_slots + self.m * (self.head - w + 1)) * input_s
         self.problem += end >= self.saves_end(w) - queue_s * early
         return 1 * end
 
@@ -290,7 +290,7 @@ class TimeRows(WindowDurations):
         """
         costs = [(o.save_s + o.write_s, o.leaves_early) for options in self.instance.saves for o in options]
         input_s = max((cost_s for cost_s, early in costs if early), default=0.0)
-        most_s = (self.lag + 1) * max(0.0, *(cost_s - input_s for cost_s, _ in costs))
+        most_s = self.made_slots * max(0.0, *(cost_s - input_s for cost_s, _ in costs))
         sent_s, spare = ZERO, self._spare_inner()
         before_s: dict[int, Expression] = {}
         for w in self.forward_blocks:
@@ -325,12 +325,18 @@ class TimeRows(WindowDurations):
         self.problem += self.ty[w + 1] >= self.saves_end(w)
         # Copies stand in one piece, as late as their last must be; the first may have been long before.
         one_s = self.comp[w] * (1 / self.m)
-        made = self.lag + 1, (begun, made_end), self.backlog_s * early
-        all_ = self.lag + 2, (before, *self._copied_before(w)), self.backlog_s * self.stays(w) + spare_s
+        made = self.made_slots, (begun, made_end), self.backlog_s * early
+        all_ = self.leaving_slots, (before, *self._copied_before(w)), self.backlog_s * self.stays(w) + spare_s
         for num_slots, starts, off_s in (made, all_):
             for start in starts if self.m > num_slots else ():
-                waited = start + (self.m - num_slots) * self.save[w]
+                waited = start + (self.m - num_slots) * self.save[w] + (self.m - num_slots - 1) * self._turn_s(w)
                 self.problem += self.tc[w + 1] >= waited + one_s - off_s
+
+    def _turn_s(self, w: int) -> Expression:
+        """With one slot, the forward that comes between two copies of what the window makes; else 0."""
+        if self.made_slots > 1:
+            return ZERO
+        return self.decisions.save(w - 1, lambda o: o.forward_s * (o.leaves and not o.leaves_early))
 
     def _gradient_rows(self) -> None:
         """Gradients leave after their window; their slot must be free again when ``lag + 1`` later ones need one."""

@@ -10,10 +10,12 @@ import pytest
 
 from lazysched.schemas import Profile, Rate, Update
 from lazysched.solver import solve
+from lazysched.solver.choice_batch import ChoiceBatch
 from lazysched.solver.instance import Candidate, Instance
 from lazysched.solver.measured import offload_limits
 from lazysched.solver.options import EVERYTHING, EXECUTABLE, Scope
 from lazysched.solver.plans import Choices
+from lazysched.solver.window_replay import WindowReplay
 from tests.solver.fixed_choices import PLENTY, drawn, fixed_period, replayed
 from tests.solver.frozen_profiles import with_frozen, with_two_matrices
 from tests.solver.synthetic import curve, timing, tiny_profile
@@ -215,3 +217,27 @@ def test_what_may_leave_need_not_so_that_one_direction_is_busy_alone(limit: int)
     links = {**plain.links, "h2d": curve(140e6), "d2h": curve(140e6)}
     profile = with_frozen(plain.model_copy(update={"links": links}), ["head.w"])
     assert above(profile, Candidate(1, 1, offload_limit_bytes=limit), streaming(5, *range(5))) <= ROUNDING
+
+
+@pytest.mark.parametrize("accumulation", [1, 3, 4])
+def test_with_one_slot_for_what_leaves(accumulation: int) -> None:
+    """Copies to the host take much longer than forwards, which wait for them and take turns with them."""
+    generator = random.Random(6)
+    profile = tiny_profile(6, link_bytes_per_s=100e6, saved_bytes=30_000_000)
+    for depth in (1, 2):
+        candidate = Candidate(1, accumulation, depth, 0, offload_limits(profile, 1)[-1])
+        for _ in range(12):
+            assert above(profile, candidate, generator) <= ROUNDING
+
+
+@pytest.mark.parametrize("accumulation", [3, 5])
+def test_with_one_slot_forwards_and_copies_take_turns(accumulation: int) -> None:
+    """Rows and window replay see it: a copy takes 21 ms, a forward 10."""
+    profile = tiny_profile(1)
+    candidate = Candidate(1, accumulation, 2, 0, offload_limits(profile, 1)[-1])
+    instance = Instance(profile, candidate, "hybrid8", EXACT)
+    made = next(k for k, o in enumerate(instance.saves[0]) if o.leaves and not o.leaves_early)
+    choices = Choices(("gpu",), (made,), 0)
+    step_s = replayed(profile, instance, choices).step_s
+    assert fixed_period(instance, choices, PLENTY) == pytest.approx(step_s, rel=1e-3)
+    assert WindowReplay(instance).evaluate(ChoiceBatch.of([choices])).step_s[0] == pytest.approx(step_s, rel=1e-3)
