@@ -173,8 +173,8 @@ def shallowest(candidate: Candidate) -> Candidate:
 
 
 def variations(candidate: Candidate) -> Iterable[Candidate]:
-    """The combination with every other depth and lag."""
-    for depth, lag in itertools.product(PREFETCH_DEPTHS, D2H_LAGS):
+    """The combination with every other depth and lag; last with copies and forwards by turns, should time run out."""
+    for depth, lag in itertools.product(PREFETCH_DEPTHS, sorted(D2H_LAGS, key=lambda lag: lag == 0)):
         other = replace(candidate, prefetch_depth=depth, d2h_lag=lag)
         if other != candidate:
             yield other
