@@ -1,8 +1,8 @@
 """One combination of the outer search: a bound for it, and a plan that may beat the incumbent.
 
-A bound is taken from a program looser than that of any prefetch depth and D2H lag in question: memory of the
-shallowest, time of the deepest. The plan is sought with one depth and lag: descent, by the quick replay, from the
-program's rounded relaxation and from the best even mixes of what blocks save there.
+A bound is taken from programs looser than that of any prefetch depth and D2H lag in question: memory of the
+shallowest, time of the deepest, of a lag of 0 apart. The plan is sought with one depth and lag: descent, by the quick
+replay, from the program's rounded relaxation and from the best even mixes of what blocks save there.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ from lazysched.solver.stopwatch import Stopwatch, always
 from lazysched.solver.window_replay import WindowReplay
 from lazysched.solver.workers import each_in_processes, in_worker, usable_cores
 
-PREFETCH_DEPTHS, D2H_LAGS = (1, 2), (1, 2)
-"""Not 0: rows and window replay are conservative there where inputs alone leave, which have slots enough."""
+PREFETCH_DEPTHS, D2H_LAGS = (1, 2), (0, 1, 2)
 FIRST_DEPTH, FIRST_LAG = 1, 1
 """What every combination is tried with; the others are tried with the best of them."""
 MAX_ROUNDS = 60
@@ -93,7 +92,7 @@ def explore(task: Task) -> Explored:
     """Bound a combination and, if the bound leaves room, look for a plan."""
     watch = Stopwatch(task.time_limit_s)
     instance, enough_s = task.instance, task.incumbent_s * (1 - task.gap)
-    bound_s = loosest_program(instance, task.budgets).lower_bound_s(task.time_limit_s)
+    bound_s = loosest_bound_s(instance, task.budgets, watch)
     if bound_s >= enough_s or not watch.has_time():
         return Explored(instance.candidate, bound_s, None)
     program = PlacementProgram(instance, task.budgets)
@@ -153,10 +152,19 @@ def polished(
     return Found(instance.candidate, choices, float(evaluation.step_s[0]))
 
 
-def loosest_program(instance: Instance, budgets: Budgets) -> PlacementProgram:
-    """A program that has every plan of the combination, with any depth and lag, and more."""
-    deep = replace(instance.candidate, prefetch_depth=max(PREFETCH_DEPTHS), d2h_lag=max(D2H_LAGS))
-    return PlacementProgram(instance.at(deep), budgets, memory_of=instance.at(shallowest(instance.candidate)))
+def loosest_bound_s(instance: Instance, budgets: Budgets, watch: Stopwatch) -> float:
+    """No plan of the combination, with any depth and lag, is faster."""
+    lags = (D2H_LAGS[:1], D2H_LAGS[1:])  # in one program, all had the memory of a lag of 0 without its waits
+    return min(_loosest_program(instance, budgets, each).lower_bound_s(watch.remaining_s) for each in lags)
+
+
+def _loosest_program(instance: Instance, budgets: Budgets, lags: Sequence[int]) -> PlacementProgram:
+    """A program that has every plan of the combination, with any depth and any of the ``lags``, and more."""
+    shallow, deep = (
+        instance.at(replace(instance.candidate, prefetch_depth=extreme(PREFETCH_DEPTHS), d2h_lag=extreme(lags)))
+        for extreme in (min, max)
+    )
+    return PlacementProgram(deep, budgets, memory_of=shallow)
 
 
 def shallowest(candidate: Candidate) -> Candidate:
@@ -165,8 +173,8 @@ def shallowest(candidate: Candidate) -> Candidate:
 
 
 def variations(candidate: Candidate) -> Iterable[Candidate]:
-    """The combination with every other depth and lag."""
-    for depth, lag in itertools.product(PREFETCH_DEPTHS, D2H_LAGS):
+    """The combination with every other depth and lag; last with copies and forwards by turns, should time run out."""
+    for depth, lag in itertools.product(PREFETCH_DEPTHS, sorted(D2H_LAGS, key=lambda lag: lag == 0)):
         other = replace(candidate, prefetch_depth=depth, d2h_lag=lag)
         if other != candidate:
             yield other

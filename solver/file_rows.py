@@ -35,7 +35,7 @@ class FileRows:
     def __init__(self, rows: TimeRows) -> None:
         self.rows, self.problem, self.decisions = rows, rows.problem, rows.decisions
         self.m, self.depth, self.lag, self.windows = rows.m, rows.depth, rows.lag, rows.windows
-        self.off_s = rows.longest_step_s()
+        self.off_s = rows.longest_step_s
         self.weights = [self._read_weights_s(w) for w in self.windows]
         self.saved = [rows.of_saving(w, rows.backward_blocks, "read_s") for w in self.windows]
         self.write = [rows.of_saving(w, rows.forward_blocks, "write_s") for w in self.windows]

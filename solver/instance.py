@@ -274,12 +274,10 @@ class Instance:
 
     @cached_property
     def _one_way(self) -> bool:
-        """Whether plans may keep one direction alone busy: what streams has few gradients, and nothing saved leaves.
+        """Whether plans may keep one direction alone busy: what streams has few gradients, and no block need send more.
 
         A bound must not count the slower rates of both then; the simulation knows what a plan moves.
         """
-        if self.candidate.offload_limit_bytes:
-            return False
         sizes = [(stage.weight_bytes, trained_part(stage, self.element_bytes)) for stage in self.profile.stages]
         return any(trained.weight_bytes < 2 * BUSY_SHARE * size for size, trained in sizes)
 

@@ -45,6 +45,8 @@ NUM_FINALISTS = 4
 """Plans that are simulated at most."""
 MAX_TIGHTENINGS = 3
 """How often budgets are tightened when the simulation disagrees with the memory rows."""
+VARY_SHARE = 0.15
+"""Of the time limit, for other depths and lags of the best plan: exploring ends so much earlier."""
 EXECUTED_SHARE = 0.4
 """Of the time limit, for plans that are executed where others are looked for too."""
 LAST_SHARE = 0.1
@@ -162,7 +164,7 @@ class Search:
     def _explore(self) -> None:
         """Look for plans of the combinations, the most promising first, as long as their bounds leave room."""
         waiting = sorted(self.bounds, key=lambda candidate: self.bounds[candidate])
-        while self.watch.has_time():
+        while self._exploring_s > 0:
             chosen = [candidate for candidate in waiting if self._may_improve(candidate)][:ROUND]
             if not chosen:
                 break
@@ -175,7 +177,12 @@ class Search:
     def _task(self, candidate: Candidate) -> Task:
         settings, instance = self.settings, self.space.instance(candidate)
         budgets = self.space.budgets(instance)
-        return Task(instance, budgets, self._best_s(), settings.gap, self.watch.remaining_s, settings.seed)
+        return Task(instance, budgets, self._best_s(), settings.gap, self._exploring_s, settings.seed)
+
+    @property
+    def _exploring_s(self) -> float:
+        """Time that is left for looking for plans of more combinations."""
+        return self.watch.remaining_s - VARY_SHARE * self.watch.limit_s
 
     def _vary(self) -> None:
         """Try the best plans of each kind of host memory with every other prefetch depth and D2H lag."""

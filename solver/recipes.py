@@ -53,7 +53,7 @@ def candidates_of_rule(
         limits: micro-batch -> sizes in bytes that a block may send to the host, ascending, from 0 on.
         host_memories: kinds of host memory.
         prefetch_depths: how many stages ahead weights may be fetched.
-        d2h_lags: by how many windows what leaves may lag behind; the first is tried before the others.
+        d2h_lags: by how many windows what leaves may lag behind.
         num_blocks: of the model.
     """
     segments = tuple(sorted({1, rule.length(num_blocks)}))
@@ -93,9 +93,10 @@ def best_of_rule(
     return best
 
 
-def _in_turn(instance: Instance) -> tuple[int, float]:
-    """The shortest lag first, should time run out; then so that most need no look."""
-    return instance.candidate.d2h_lag, instance.compute_bound_s
+def _in_turn(instance: Instance) -> tuple[bool, int, float]:
+    """The shortest lag with copies beside compute first, should time run out; then so that most need no look."""
+    lag = instance.candidate.d2h_lag
+    return lag == 0, lag, instance.compute_bound_s
 
 
 def _best_of_instance(rule: Rule, instance: Instance, limits: Budgets, below_s: float) -> Found | None:

@@ -116,7 +116,7 @@ class TimeRows(WindowDurations):
 
     def _upload_rows(self) -> None:
         """Slots are free once the stage that streamed through them p + 1 streamed stages before has computed."""
-        for w in self.windows[self.depth + 1 :]:
+        for w in self.windows[self.depth + 2 :]:
             if self.block(w) is None or self.held(w) or w >= self.turn:
                 continue
             gate = w - self.depth - 1
@@ -125,35 +125,45 @@ class TimeRows(WindowDurations):
             idle = [1 - self.decisions.state(b, lambda c: 1.0, *STREAMED) for b in between if b is not None]
             if w > self.head:
                 idle += [self.waiting[b] for b in between[-1:] if b in self.waiting]
-            self.problem += self.tx[w] >= self.compute_end(gate) - self.horizon_s * pulp.lpSum(idle)
+            self.problem += self.tx[w] >= self.compute_end(gate) - self.longest_step_s * pulp.lpSum(idle)
 
     def _fetch_rows(self) -> None:
         """Uploads and fetches share one engine, in the order in which the program issues them.
 
-        With one micro-batch: first fetches(w), upload(w). With more: upload(w), rest of fetches(w-1), first fetches(w).
-        Of the uploads for a segment that runs again, one comes before its fetches.
+        A fetch is issued p + 1 micro-batches ahead, an upload p + 1 windows ahead: after the first fetches of window k,
+        upload(k + shift), rest of fetches(k), first fetches(k + 1). Of the uploads for a segment that runs again, one
+        comes before its fetches.
         """
-        first = min(self.depth + 1, self.m)
         place = freeing_place(self.depth + 1, self.m)
-        self._fetch_slots = SlotChain(self.problem, "fs", place.windows, self.horizon_s)
-        end: Expression | None = None  # of whatever the engine did last
-        for w in self.windows:
-            fetches = w in self.backward_blocks
-            if fetches and self.m == 1:
-                end = self._first_fetches(w, first, end)
-            if end is not None:
-                self.problem += self.tx[w] >= end
-            end = self.tx[w] + self.load[w]
-            if w - 1 in self.backward_blocks and self.m > first:
-                end = self._remaining_fetches(w - 1, first, end)
+        self._fetch_slots = SlotChain(self.problem, "fs", place.windows, self.longest_step_s)
+        shift, ahead = self._order()
+        # What is behind an upload for later windows must not hold up a window that fetches nothing.
+        self._behind_s = self.longest_step_s if shift > 1 else 0.0
+        end = self.tx[0] + self.load[0]  # of whatever the engine did last
+        for w in range(1, self.num_windows + shift):
+            k = w - shift
+            fetches = k in self.backward_blocks
+            if fetches:
+                end = self._first_fetches(k, ahead, end)
+                # A segment that runs again has slots for all micro-batches.
+                self._fetch_slots.use(k, self._micro_batch_end(k, place.back), self.idle(k))
             if fetches and self.m > 1:
-                end = self._first_fetches(w, first, end)
-            if fetches:  # a segment that runs again has slots for all micro-batches
-                idle = self.idle(w)
-                self._fetch_slots.use(w, self._micro_batch_end(w, place.back), idle)
-            end += self.again[w]
+                end += self.again[k]
+            if w in self.windows:
+                self.problem += self.tx[w] >= end
+                end = self.tx[w] + self.load[w]
+            if fetches and self.m == 1:
+                end += self.again[k]
+            if fetches and self.m > ahead:
+                end = self._remaining_fetches(k, ahead, end)
         if not all(self.trained):  # else uploads of the next step wait for updates
             self.problem += self.tx[0] + self.period >= self._batch_read_end()
+
+    def _order(self) -> tuple[int, int]:
+        """By how many windows the upload between a window's fetches is ahead, and how many of these come before it."""
+        if self.instance.has_segments:
+            return min(1, self.m - 1), min(self.depth + 1, self.m)
+        return self.depth - self.depth // self.m, self.depth % self.m + 1
 
     def _batch_read_end(self) -> Expression:
         """When the step is done with its batch: the next one's, which comes before all uploads, takes its place."""
@@ -162,40 +172,60 @@ class TimeRows(WindowDurations):
         return self.tc[last] + self.m * variant.backward.seconds
 
     def _first_fetches(self, window: int, first: int, before: Expression) -> Expression:
-        """The fetches of a window that may run before it computes; returns their end."""
+        """The ``first`` fetches of a window, which may run before it computes; returns their end."""
         start = self.fetches[window] = self.problem.add_variable(f"ta_{window}", None)
         self.problem += start >= before
         if self._fetch_slots.free is not None:
             idle = self.idle(window)
-            self.problem += start >= self._fetch_slots.free - self.horizon_s * idle
+            self.problem += start >= self._fetch_slots.free - self.longest_step_s * idle
         saved = self.num_windows - 1 - window  # the window that sent it away
         idle_s = self.off_s * self.stays(window)
-        self.problem += start >= self.ty[saved] + self.save[saved] - idle_s
-        self.problem += self.tc[window] >= start + self.fetch[window]
+        for copied in self._first_copies(saved):
+            self.problem += start >= copied + self.save[saved] - idle_s
+        behind_s = self._behind_s * self.stays(window)
+        self.problem += self.tc[window] >= start + self.fetch[window] - behind_s
         end = start + first * self.fetch[window]
         if 1 < self.m == first:  # the last may wait for its copy, with the first long there
             end = 1 * self.problem.add_variable(f"tf_{window}", None)
             self.problem += end >= start + first * self.fetch[window]
             self.problem += end >= self.saves_end(saved) + self.fetch[window] - idle_s
         rest_s = ((self.m - first + 1) / self.m) * self.comp[window]
-        self.problem += self.tc[window + 1] >= end + rest_s - self.longest_s * self.stays(window)
+        self.problem += self.tc[window + 1] >= end + rest_s - self.longest_s * self.stays(window) - behind_s
         self.fetch_ends[window] = end
         return end
 
     def _remaining_fetches(self, window: int, first: int, before: Expression) -> Expression:
-        """Fetches of a window that wait for its own micro-batches to free their slots; returns their end."""
+        """The others, which wait for the window's own micro-batches to free their slots; returns their end."""
         start = self.problem.add_variable(f"tr_{window}", 0)
         one_s = self.comp[window] * (1 / self.m)
-        stays = (2 * self.longest_s / self.m) * self.idle(window)
+        stays = (2 * self.longest_s / self.m + self._behind_s) * self.idle(window)
         self.problem += start >= before
-        # An upload behind nothing may have been any time before, if its slot was free.
-        self.problem += start >= self.tc[window] + one_s - self.longest_step_s() * self.idle(window)
+        if self.m > self.depth + 1:
+            # An upload behind nothing may have been any time before, if its slot was free.
+            self.problem += start >= self.tc[window] + one_s - self.longest_step_s * self.idle(window)
         end = start + (self.m - first) * self.fetch[window]
         saved_s = self.saves_end(self.num_windows - 1 - window)
         self.problem += end >= saved_s + self.fetch[window] - self.off_s * self.stays(window)
         self.problem += self.tc[window + 1] >= end + one_s - stays
         self.fetch_ends[window] = end
         return end
+
+    def _first_copies(self, window: int) -> list[Expression]:
+        """What the first copy of a forward block's window comes after, if anything leaves there."""
+        if self.m == 1:
+            return [1 * self.ty[window]]
+        # Copies stand in one piece, as late as their last must be; the first may have been long before.
+        early = self.stays(window) + self.of_saving(window, self.forward_blocks, "leaves_early")
+        begun, before = self._first_ends(window), self._first_ends(window - 1)
+        return [before, begun - self.off_s * early, *self._copied_before(window)]
+
+    def _first_ends(self, window: int) -> Expression:
+        """When the window's first micro-batch has computed."""
+        return self.tc[window] + self.comp[window] * (1 / self.m)
+
+    def _copied_before(self, window: int) -> list[Expression]:
+        """When the copies of the block before, if there is one, are on the host."""
+        return [self.saves_end(window - 1)] if window - 1 in self.forward_blocks else []
 
     def saves_end(self, window: int) -> Expression:
         """When what the window saved is on the host."""
@@ -206,20 +236,28 @@ class TimeRows(WindowDurations):
 
         They have one slot more, for they lie among hidden states.
         """
-        made, all_ = self._outgoing_slots("ss", self.lag + 1), self._outgoing_slots("hs", self.lag + 2)
+        made, all_ = self._outgoing_slots("ss", self.made_slots), self._outgoing_slots("hs", self.leaving_slots)
+        hidden_s, made_end = self._spare_hidden_s(), self.tc[0] + 0
         for w in self.forward_blocks:
             stays, early = self.stays(w), self.of_saving(w, self.forward_blocks, "leaves_early")
-            slots = [(each, idle) for group, idle in ((made, stays + early), (all_, stays)) for each in group]
-            for each, idle in slots:
-                if each.chain.free is not None:
-                    free = each.chain.free - self.backlog_s() * idle
-                    if each.taken_by == 0:
-                        self.problem += self.tc[w] >= free
-                    else:
-                        self.problem += self.tc[w + 1] >= free + (1 - each.taken_by / self.m) * self.comp[w]
-            self._own_save_rows(w, stays + early)
-            for each, idle in slots:
-                each.chain.use(w, self.saves_end(w) - (each.back - 1) * self.save[w], idle)
+            for slots, let_off_s in ((made, self.backlog_s * (stays + early)), (all_, hidden_s[w])):
+                for slot in slots:
+                    self._wait_for_slot(w, slot, let_off_s)
+            self._own_save_rows(w, stays + early, made_end, hidden_s[w])
+            made_end = self._made_end(w, stays + early, made_end)
+            for slots, end, idle in ((made, made_end, stays + early), (all_, self.saves_end(w), stays)):
+                for slot in slots:
+                    slot.chain.use(w, end - (slot.back - 1) * self.save[w], idle)
+
+    def _wait_for_slot(self, w: int, slot: _OutgoingSlot, let_off_s: Expression) -> None:
+        """The micro-batch that takes the slot starts when it is free, or as much earlier as it is let off."""
+        if slot.chain.free is None:
+            return
+        free = slot.chain.free - let_off_s
+        if slot.taken_by == 0:
+            self.problem += self.tc[w] >= free
+        else:
+            self.problem += self.tc[w + 1] >= free + (1 - slot.taken_by / self.m) * self.comp[w]
 
     def _outgoing_slots(self, letter: str, num_slots: int) -> list[_OutgoingSlot]:
         """Of a window's first micro-batch, and of its last that takes a slot from a window before."""
@@ -227,25 +265,78 @@ class TimeRows(WindowDurations):
         for taken_by in sorted({0, min(self.m, num_slots) - 1}):
             place = freeing_place(num_slots - taken_by, self.m)
             name = f"{letter}l" if taken_by else letter
-            chain = SlotChain(self.problem, name, place.windows, self.backlog_s())
+            chain = SlotChain(self.problem, name, place.windows, self.backlog_s)
             found.append(_OutgoingSlot(taken_by, place.back, chain))
         return found
 
-    def _own_save_rows(self, w: int, early: Expression) -> None:
+    def _made_end(self, w: int, early: Expression, before: Expression) -> Expression:
+        """When what blocks up to here made for the host is there.
+
+        Inputs that leave alone may still be queued behind it, in all hidden slots that there are, and hold nothing up.
+        """
+        end = self.problem.add_variable(f"me_{w}", 0)
+        made_s = self.decisions.save(w - 1, lambda o: o.save_s * (not o.leaves_early))
+        self.problem += end >= before + self.m * made_s
+        input_s = max(o.save_s * o.leaves_early for options in self.instance.saves for o in options)
+        queue_s = (self.leaving_slots + self.m * (self.head - w + 1)) * input_s
+        self.problem += end >= self.saves_end(w) - queue_s * early
+        return 1 * end
+
+    def _spare_hidden_s(self) -> dict[int, Expression]:
+        """Forward window -> copying to the host that it may leave undone, for hidden states have more slots yet.
+
+        Those of all inputs that stay on the GPU are there from the start, and so are a segment's inner ones. In each an
+        input may still be leaving; with all that a block saves, no more than have slots of what leaves.
+        """
+        costs = [(o.save_s + o.write_s, o.leaves_early) for options in self.instance.saves for o in options]
+        input_s = max((cost_s for cost_s, early in costs if early), default=0.0)
+        most_s = self.made_slots * max(0.0, *(cost_s - input_s for cost_s, _ in costs))
+        sent_s, spare = ZERO, self._spare_inner()
+        before_s: dict[int, Expression] = {}
+        for w in self.forward_blocks:
+            before_s[w] = sent_s
+            sent_s = sent_s + self.m * self.decisions.save(w - 1, lambda o: max(0.0, o.save_s + o.write_s - input_s))
+        result: dict[int, Expression] = {}
+        for w in reversed(self.forward_blocks):
+            spare = spare + self.decisions.save(w - 1, lambda o: float(o.kept_input_gb > 0))
+            large = self.problem.add_variable(f"ls_{w}", 0, most_s)
+            self.problem += large <= before_s[w]
+            self.problem += large <= most_s * spare
+            result[w] = self.m * input_s * spare + large
+        return result
+
+    def _spare_inner(self) -> Expression:
+        """Hidden slots of what lies inside a segment."""
+        if not self.instance.has_segments:
+            return ZERO
+        most = max(o.segment for options in self.instance.saves for o in options) - 1
+        inner = self.problem.add_variable("ih", 0, most)
+        blocks = range(self.num_blocks)
+        self.problem += inner <= pulp.lpSum(self.decisions.save(i, lambda o: float(o.place > 0)) for i in blocks)
+        return 1 * inner
+
+    def _own_save_rows(self, w: int, early: Expression, made_end: Expression, spare_s: Expression) -> None:
         """When the copies of a window run, and what the window itself waits for; ``early`` if they make nothing new."""
-        begun, before = (self.tc[k] + self.comp[k] * (1 / self.m) for k in (w, w - 1))
+        begun, before = self._first_ends(w), self._first_ends(w - 1)
         self.problem += self.ty[w] >= before
         self.problem += self.ty[w] >= begun - self.off_s * early
         self.problem += self.saves_end(w) >= self.compute_end(w - 1) + self.save[w]
         self.problem += self.saves_end(w) >= self.compute_end(w) + self.save[w] - self.off_s * early
         self.problem += self.ty[w + 1] >= self.saves_end(w)
         # Copies stand in one piece, as late as their last must be; the first may have been long before.
-        engine = [self.saves_end(w - 1)] if w - 1 in self.forward_blocks else []
         one_s = self.comp[w] * (1 / self.m)
-        for num_slots, first, idle in ((self.lag + 1, begun, early), (self.lag + 2, before, self.stays(w))):
-            for start in (first, *engine) if self.m > num_slots else ():
-                waited = start + (self.m - num_slots) * self.save[w]
-                self.problem += self.tc[w + 1] >= waited + one_s - self.backlog_s() * idle
+        made = self.made_slots, (begun, made_end), self.backlog_s * early
+        all_ = self.leaving_slots, (before, *self._copied_before(w)), self.backlog_s * self.stays(w) + spare_s
+        for num_slots, starts, off_s in (made, all_):
+            for start in starts if self.m > num_slots else ():
+                waited = start + (self.m - num_slots) * self.save[w] + (self.m - num_slots - 1) * self._turn_s(w)
+                self.problem += self.tc[w + 1] >= waited + one_s - off_s
+
+    def _turn_s(self, w: int) -> Expression:
+        """With one slot, the forward that comes between two copies of what the window makes; else 0."""
+        if self.made_slots > 1:
+            return ZERO
+        return self.decisions.save(w - 1, lambda o: o.forward_s * (o.leaves and not o.leaves_early))
 
     def _gradient_rows(self) -> None:
         """Gradients leave after their window; their slot must be free again when ``lag + 1`` later ones need one."""

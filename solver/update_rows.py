@@ -67,7 +67,7 @@ def _add_early(rows: TimeRows) -> None:
         if rows.trained[rows.num_windows - 1 - w]:
             rows.problem += updated >= rows.ty[w] + rows.grads[w] + own
             # A stage that the GPU updates waits for none of this.
-            free = rows.longest_step_s() * rows.of_gradient(w, lambda c: 1.0, gpu=True)
+            free = rows.longest_step_s * rows.of_gradient(w, lambda c: 1.0, gpu=True)
             rows.problem += rows.tx[rows.num_windows - 1 - w] + rows.period >= updated - free
         rows.updates.append((updated, own))
         before = updated

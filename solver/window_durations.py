@@ -6,6 +6,7 @@ Windows w: 0 embedding, 1..L blocks forward, L+1 head, L+2..2L+1 blocks backward
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
 
 import pulp
 
@@ -26,6 +27,8 @@ class WindowDurations:
         turn: window from which on no block computes: nothing before is trained.
         waiting: block -> 1 if it still lies in a slot when the backward begins, though it is none of the last.
         longest_s: the longest window of a block.
+        made_slots, leaving_slots: of what forwards make and send away, and of all that leaves. Inputs alone lie among
+            hidden states: with a lag of 0 they may have the slot of one that waits on the GPU later.
         horizon_s: what a slot can be ahead of the windows that share it; its rows bind where all of these use it.
         off_s: what an engine's queue to the host can be behind those that do not wait for it.
     """
@@ -36,6 +39,7 @@ class WindowDurations:
         candidate = instance.candidate
         self.waits_for_norm = instance.update.waits_for_norm
         self.m, self.depth, self.lag = candidate.accumulation, candidate.prefetch_depth, candidate.d2h_lag
+        self.made_slots, self.leaving_slots = self.lag + 1, max(self.lag, 1) + 2
         self.num_blocks = instance.num_blocks
         self.head = self.num_blocks + 1
         self.num_windows = 2 * self.num_blocks + 3
@@ -54,7 +58,8 @@ class WindowDurations:
         each = (max(o.forward_s, o.backward_s) for options in instance.saves for o in options)
         self.longest_s = max(each) * self.m
         longest_load_s = max(costs.load_s for costs in instance.blocks)
-        self.horizon_s = (self.depth + 2) * max(self.longest_s, longest_load_s)
+        # A forward may wait for copies, by turns with them where there is one slot.
+        self.horizon_s = (self.depth + 2) * max(self.longest_s, longest_load_s, self.backlog_s)
         self.off_s = self.horizon_s + (self.lag + 3) * self.m * self._longest_copy_s()
 
     def block(self, window: int) -> int | None:
@@ -158,6 +163,7 @@ class WindowDurations:
         ends = (self.instance.embed, self.instance.head)
         return max(*saves, *(costs.grads_s for costs in (*self.instance.blocks, *ends)))
 
+    @cached_property
     def backlog_s(self) -> float:
         """Most copying to the host that a block which sends nothing away has not to wait for."""
         return self.m * max(o.save_s + o.forward_s for options in self.instance.saves for o in options)
@@ -170,6 +176,7 @@ class WindowDurations:
         grads_s = max(costs.grads_s for costs in self.instance.blocks)
         return (self.lag + 1) * grads_s + self.instance.head.grads_s
 
+    @cached_property
     def longest_step_s(self) -> float:
         """Longer than any sensible step: twice everything one after the other."""
         instance = self.instance

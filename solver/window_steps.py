@@ -194,9 +194,11 @@ class Steps:
             end = np.where(waits, np.maximum(end, slots[last] + (m - last) * self.forward[i]), end)
         first = np.maximum(self.d2h_s, np.where(early, self.begun_s, start + self.forward[i]))
         saved = np.maximum(first + m * save_s, np.where(early, before_s, end) + save_s)
+        # With one slot they take turns: a forward comes between any two copies.
+        turn_s = save_s + self.forward[i] * makes if self.lag == 0 else save_s
         for num_slots, waits in ((self.lag + 1, makes), (self.lag + 2, moves)):
             if m > num_slots:
-                waited = first + (m - num_slots) * save_s  # for the slot of the last micro-batch
+                waited = first + save_s + (m - num_slots - 1) * turn_s  # for the slot of the last micro-batch
                 end = np.where(waits, np.maximum(end, waited + self.forward[i]), end)
                 saved = np.where(early, saved, np.maximum(saved, end + save_s))
         self.begun_s = start + self.forward[i]
@@ -206,8 +208,8 @@ class Steps:
         self.d2h_s = np.where(moves, saved, self.d2h_s)
         if self.files is not None:
             self.d2h_s = np.maximum(self.d2h_s, self.files.write_saved_of(i, first + save_s, saved))
-        hand_on(self.save_slots, makes, [saved - k * save_s for k in reversed(range(min(m, self.lag + 1)))])
-        hand_on(self.leaving_slots, moves, [saved - k * save_s for k in reversed(range(min(m, self.lag + 2)))])
+        hand_on(self.save_slots, makes, [saved - k * turn_s for k in reversed(range(min(m, self.lag + 1)))])
+        hand_on(self.leaving_slots, moves, [saved - k * turn_s for k in reversed(range(min(m, self.lag + 2)))])
         self.compute_s = end
         hand_on(self.weight_slots, self.streamed[i], [end])
 

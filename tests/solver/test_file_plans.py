@@ -101,22 +101,22 @@ def test_what_is_missing_of_files_is_bounded_too() -> None:
     assert least_missing_gb(instance, replace(tight, nvme_gb=0.005), ("nvme",)) == pytest.approx(missing_gb - 0.005)
 
 
-def solved(profile: Profile, host_bytes: int, nvme_bytes: int) -> Solution:
+def solved(profile: Profile, host_bytes: int, nvme_bytes: int, gpu_bytes: int = 75 * MB) -> Solution:
     return solve(
-        profile, batch_size=1, gpu_memory_bytes=75 * MB, host_memory_bytes=host_bytes, nvme_bytes=nvme_bytes,
+        profile, batch_size=1, gpu_memory_bytes=gpu_bytes, host_memory_bytes=host_bytes, nvme_bytes=nvme_bytes,
         executable_only=False,
     )  # fmt: skip
 
 
 def test_files_make_up_for_a_host_that_is_too_small() -> None:
-    profile = with_files(tiny_profile(6), FAST)
+    profile, gpu_bytes = with_files(tiny_profile(6), FAST), 65 * MB
     with pytest.raises(InfeasibleError):
-        solved(profile, 40 * MB, 0)
-    solution = solved(profile, 40 * MB, 1000 * MB)
+        solved(profile, 40 * MB, 0, gpu_bytes)
+    solution = solved(profile, 40 * MB, 1000 * MB, gpu_bytes)
     peaks = solution.timeline.peak_bytes
     assert 0 < peaks["nvme"] <= 1000 * MB
     assert peaks["host"] <= 40 * MB
-    less = solved(profile, 40 * MB, peaks["nvme"])
+    less = solved(profile, 40 * MB, peaks["nvme"], gpu_bytes)
     assert less.timeline.peak_bytes["nvme"] <= peaks["nvme"]
 
 

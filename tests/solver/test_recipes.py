@@ -26,7 +26,7 @@ from tests.solver.synthetic import tiny_profile
 from tests.solver.test_file_plans import FAST, with_files
 
 MB = 1_000_000
-PREFETCH_DEPTHS, D2H_LAGS = (1, 2), (1, 2)
+PREFETCH_DEPTHS, D2H_LAGS = (1, 2), (0, 1, 2)
 HOLDS: dict[str, Callable[[StagePlan], bool]] = {
     "keep all activations": lambda s: s.save == "all" and s.input_tier == "gpu",
     "checkpoint every block": lambda s: s.save == "input" and s.input_tier == "gpu",

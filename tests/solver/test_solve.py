@@ -17,7 +17,7 @@ from lazysched.errors import InfeasibleError, UsageError
 from lazysched.layout import mapping_bytes
 from lazysched.lower import lower
 from lazysched.schemas import Curve, Profile, Rate, StateFormat, Timing, Update
-from lazysched.solver import Solution, print_solution, simulate, solve
+from lazysched.solver import Solution, print_solution, simulate, simulate_plan, solve
 from lazysched.solver.bounds import count_bound_s
 from lazysched.solver.infeasible import MARGIN_BYTES
 from lazysched.solver.instance import Candidate, Instance
@@ -52,7 +52,7 @@ def every_plan(
     """(step time, GPU peak, host peak) of every plan there is for a batch of one row."""
     profile = tiny_profile(num_blocks, tied=tied, cpu_params_per_s=cpu_params_per_s)
     result = []
-    for depth, lag in ((1, 1), (2, 1)):  # the first needs least memory
+    for depth, lag in itertools.product((1, 2), (0, 1)):  # the first needs least memory
         instance = Instance(profile, Candidate(1, 1, depth, lag, offload_limits(profile, 1)[-1]), "hybrid8", update)
         for states in itertools.product(STATE_CHOICES[:3], repeat=num_blocks):
             for saves in itertools.product(*(range(len(options)) for options in instance.saves)):
@@ -104,6 +104,17 @@ class TestBruteForce:
                     solved(tiny_profile(2), gpu_bytes, host_bytes)
                 continue
             assert solved(tiny_profile(2), gpu_bytes, host_bytes).timeline.step_s <= min(fitting) * (1 + GAP)
+
+    @pytest.mark.parametrize(("gpu_mb", "step_s"), [(40, 0.4634), (50, 0.4367), (60, 0.4111)])
+    def test_one_slot_for_what_leaves_makes_room(self, gpu_mb: int, step_s: float) -> None:
+        """With two, no plan fits 40 MB, and those that fit 50 and 60 take 0.4634 and 0.4367 s."""
+        profile = tiny_profile(3, link_bytes_per_s=300e6)
+        solution = solved(profile, gpu_mb * MB, batch_size=3)
+        assert solution.plan.d2h_lag == 0
+        assert solution.timeline.step_s == pytest.approx(step_s, rel=1e-3)
+        assert min(tried.bound_s for tried in solution.tried) <= solution.timeline.step_s * (1 + 1e-4)
+        with_two = simulate_plan(solution.plan.model_copy(update={"d2h_lag": 1}), steps=4)
+        assert with_two.peak_bytes["gpu"] > gpu_mb * MB
 
     @pytest.mark.slow
     def test_three_blocks(self) -> None:
