@@ -20,32 +20,17 @@ Legend (seconds; M micro-batches, p prefetch depth, q D2H lag):
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import pulp
 
 from lazysched.solver.decisions import Decisions, Expression
 from lazysched.solver.file_rows import FileRows
 from lazysched.solver.instance import Instance
 from lazysched.solver.options import STREAMED
+from lazysched.solver.save_rows import SaveRows
 from lazysched.solver.segment_rows import SegmentRows
 from lazysched.solver.slot_rows import SlotChain, freeing_place
 from lazysched.solver.update_rows import add_update_rows
 from lazysched.solver.window_durations import ZERO, WindowDurations
-
-
-class _OutgoingSlot(NamedTuple):
-    """The slot that one micro-batch of a window takes for what leaves.
-
-    Attributes:
-        taken_by: which micro-batch, counted from 0.
-        back: of the window that had it before, which micro-batch, counted from the last.
-        chain: when the slot is free.
-    """
-
-    taken_by: int
-    back: int
-    chain: SlotChain
 
 
 def add_time_rows(problem: pulp.LpProblem, instance: Instance, decisions: Decisions) -> pulp.LpVariable:
@@ -82,7 +67,7 @@ class TimeRows(WindowDurations):
         self._compute_rows()
         self._upload_rows()
         self._fetch_rows()
-        self._save_rows()
+        SaveRows(self).add()
         self._gradient_rows()
         add_update_rows(self)
         if self.segments is not None:
@@ -216,127 +201,20 @@ class TimeRows(WindowDurations):
             return [1 * self.ty[window]]
         # Copies stand in one piece, as late as their last must be; the first may have been long before.
         early = self.stays(window) + self.of_saving(window, self.forward_blocks, "leaves_early")
-        begun, before = self._first_ends(window), self._first_ends(window - 1)
-        return [before, begun - self.off_s * early, *self._copied_before(window)]
+        begun, before = self.first_end(window), self.first_end(window - 1)
+        return [before, begun - self.off_s * early, *self.copied_before(window)]
 
-    def _first_ends(self, window: int) -> Expression:
+    def first_end(self, window: int) -> Expression:
         """When the window's first micro-batch has computed."""
         return self.tc[window] + self.comp[window] * (1 / self.m)
 
-    def _copied_before(self, window: int) -> list[Expression]:
+    def copied_before(self, window: int) -> list[Expression]:
         """When the copies of the block before, if there is one, are on the host."""
         return [self.saves_end(window - 1)] if window - 1 in self.forward_blocks else []
 
     def saves_end(self, window: int) -> Expression:
         """When what the window saved is on the host."""
         return self.ty[window] + self.m * self.save[window]
-
-    def _save_rows(self) -> None:
-        """Inputs that leave alone are there when the block before has made them, all else after the block's forward.
-
-        They have one slot more, for they lie among hidden states.
-        """
-        made, all_ = self._outgoing_slots("ss", self.made_slots), self._outgoing_slots("hs", self.leaving_slots)
-        hidden_s, made_end = self._spare_hidden_s(), self.tc[0] + 0
-        for w in self.forward_blocks:
-            stays, early = self.stays(w), self.of_saving(w, self.forward_blocks, "leaves_early")
-            for slots, let_off_s in ((made, self.backlog_s * (stays + early)), (all_, hidden_s[w])):
-                for slot in slots:
-                    self._wait_for_slot(w, slot, let_off_s)
-            self._own_save_rows(w, stays + early, made_end, hidden_s[w])
-            made_end = self._made_end(w, stays + early, made_end)
-            for slots, end, idle in ((made, made_end, stays + early), (all_, self.saves_end(w), stays)):
-                for slot in slots:
-                    slot.chain.use(w, end - (slot.back - 1) * self.save[w], idle)
-
-    def _wait_for_slot(self, w: int, slot: _OutgoingSlot, let_off_s: Expression) -> None:
-        """The micro-batch that takes the slot starts when it is free, or as much earlier as it is let off."""
-        if slot.chain.free is None:
-            return
-        free = slot.chain.free - let_off_s
-        if slot.taken_by == 0:
-            self.problem += self.tc[w] >= free
-        else:
-            self.problem += self.tc[w + 1] >= free + (1 - slot.taken_by / self.m) * self.comp[w]
-
-    def _outgoing_slots(self, letter: str, num_slots: int) -> list[_OutgoingSlot]:
-        """Of a window's first micro-batch, and of its last that takes a slot from a window before."""
-        found = []
-        for taken_by in sorted({0, min(self.m, num_slots) - 1}):
-            place = freeing_place(num_slots - taken_by, self.m)
-            name = f"{letter}l" if taken_by else letter
-            chain = SlotChain(self.problem, name, place.windows, self.backlog_s)
-            found.append(_OutgoingSlot(taken_by, place.back, chain))
-        return found
-
-    def _made_end(self, w: int, early: Expression, before: Expression) -> Expression:
-        """When what blocks up to here made for the host is there.
-
-        Inputs that leave alone may still be queued behind it, in all hidden slots that there are, and hold nothing up.
-        """
-        end = self.problem.add_variable(f"me_{w}", 0)
-        made_s = self.decisions.save(w - 1, lambda o: o.save_s * (not o.leaves_early))
-        self.problem += end >= before + self.m * made_s
-        input_s = max(o.save_s * o.leaves_early for options in self.instance.saves for o in options)
-        queue_s = (self.leaving_slots + self.m * (self.head - w + 1)) * input_s
-        self.problem += end >= self.saves_end(w) - queue_s * early
-        return 1 * end
-
-    def _spare_hidden_s(self) -> dict[int, Expression]:
-        """Forward window -> copying to the host that it may leave undone, for hidden states have more slots yet.
-
-        Those of all inputs that stay on the GPU are there from the start, and so are a segment's inner ones. In each an
-        input may still be leaving; with all that a block saves, no more than have slots of what leaves.
-        """
-        costs = [(o.save_s + o.write_s, o.leaves_early) for options in self.instance.saves for o in options]
-        input_s = max((cost_s for cost_s, early in costs if early), default=0.0)
-        most_s = self.made_slots * max(0.0, *(cost_s - input_s for cost_s, _ in costs))
-        sent_s, spare = ZERO, self._spare_inner()
-        before_s: dict[int, Expression] = {}
-        for w in self.forward_blocks:
-            before_s[w] = sent_s
-            sent_s = sent_s + self.m * self.decisions.save(w - 1, lambda o: max(0.0, o.save_s + o.write_s - input_s))
-        result: dict[int, Expression] = {}
-        for w in reversed(self.forward_blocks):
-            spare = spare + self.decisions.save(w - 1, lambda o: float(o.kept_input_gb > 0))
-            large = self.problem.add_variable(f"ls_{w}", 0, most_s)
-            self.problem += large <= before_s[w]
-            self.problem += large <= most_s * spare
-            result[w] = self.m * input_s * spare + large
-        return result
-
-    def _spare_inner(self) -> Expression:
-        """Hidden slots of what lies inside a segment."""
-        if not self.instance.has_segments:
-            return ZERO
-        most = max(o.segment for options in self.instance.saves for o in options) - 1
-        inner = self.problem.add_variable("ih", 0, most)
-        blocks = range(self.num_blocks)
-        self.problem += inner <= pulp.lpSum(self.decisions.save(i, lambda o: float(o.place > 0)) for i in blocks)
-        return 1 * inner
-
-    def _own_save_rows(self, w: int, early: Expression, made_end: Expression, spare_s: Expression) -> None:
-        """When the copies of a window run, and what the window itself waits for; ``early`` if they make nothing new."""
-        begun, before = self._first_ends(w), self._first_ends(w - 1)
-        self.problem += self.ty[w] >= before
-        self.problem += self.ty[w] >= begun - self.off_s * early
-        self.problem += self.saves_end(w) >= self.compute_end(w - 1) + self.save[w]
-        self.problem += self.saves_end(w) >= self.compute_end(w) + self.save[w] - self.off_s * early
-        self.problem += self.ty[w + 1] >= self.saves_end(w)
-        # Copies stand in one piece, as late as their last must be; the first may have been long before.
-        one_s = self.comp[w] * (1 / self.m)
-        made = self.made_slots, (begun, made_end), self.backlog_s * early
-        all_ = self.leaving_slots, (before, *self._copied_before(w)), self.backlog_s * self.stays(w) + spare_s
-        for num_slots, starts, off_s in (made, all_):
-            for start in starts if self.m > num_slots else ():
-                waited = start + (self.m - num_slots) * self.save[w] + (self.m - num_slots - 1) * self._turn_s(w)
-                self.problem += self.tc[w + 1] >= waited + one_s - off_s
-
-    def _turn_s(self, w: int) -> Expression:
-        """With one slot, the forward that comes between two copies of what the window makes; else 0."""
-        if self.made_slots > 1:
-            return ZERO
-        return self.decisions.save(w - 1, lambda o: o.forward_s * (o.leaves and not o.leaves_early))
 
     def _gradient_rows(self) -> None:
         """Gradients leave after their window; their slot must be free again when ``lag + 1`` later ones need one."""

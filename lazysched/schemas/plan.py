@@ -91,7 +91,7 @@ class SolverReport(Schema):
     objective_s: float
     """Step time of the program's solution; the prediction is the simulator's."""
     bound_s: float
-    """No plan is faster than this, of the prefetch depths and D2H lags that the search has (1 and 2)."""
+    """No plan is faster than this, of the prefetch depths (1 and 2) and D2H lags (0 to 2) that the search has."""
     gap: float
     """(objective - bound) / objective."""
     seed: int
