@@ -52,9 +52,9 @@ class Outcome(NamedTuple):
     memory: HostMemory
 
 
-def every_choice(profile: Profile, depth: int, memory: HostMemory) -> Iterator[tuple[Instance, Choices]]:
+def every_choice(profile: Profile, depth: int, lag: int, memory: HostMemory) -> Iterator[tuple[Instance, Choices]]:
     limit = offload_limits(profile, 1)[-1]
-    instance = Instance(profile, Candidate(1, 1, depth, 1, limit, memory), "hybrid8", Update())
+    instance = Instance(profile, Candidate(1, 1, depth, lag, limit, memory), "hybrid8", Update())
     for states in itertools.product(STATE_CHOICES[:3], repeat=instance.num_blocks):
         for saves in itertools.product(*(range(len(options)) for options in instance.saves)):
             for vocabulary in range(len(instance.vocabulary_options)):
@@ -65,8 +65,8 @@ def every_choice(profile: Profile, depth: int, memory: HostMemory) -> Iterator[t
 def every_plan(pageable_bytes_per_s: float) -> list[Outcome]:
     profile = limited(None, pageable_bytes_per_s=pageable_bytes_per_s)
     result = []
-    for depth, memory in itertools.product((1, 2), MEMORIES):
-        for instance, choices in every_choice(profile, depth, memory):
+    for depth, lag, memory in itertools.product((1, 2), (0, 1), MEMORIES):
+        for instance, choices in every_choice(profile, depth, lag, memory):
             plan = make_plan(instance, choices, budget_bytes={})
             timeline = simulate(lower(plan, profile.stages), profile, micro_batch=1, steps=4)
             result.append(Outcome(timeline.step_s, timeline.peak_bytes["gpu"], timeline.pinned_bytes, memory))
@@ -105,7 +105,7 @@ def test_no_plan_within_the_limit_or_without_page_locking_is_faster(
 def test_memory_rows_and_quick_bound_leave_out_what_exceeds_the_limit() -> None:
     """Each set of choices fixed in turn: the program has a solution exactly where the lowered plan fits."""
     profile = limited(None)
-    for instance, choices in itertools.islice(every_choice(profile, 1, "pinned"), 0, None, 7):
+    for instance, choices in itertools.islice(every_choice(profile, 1, 1, "pinned"), 0, None, 7):
         pinned_bytes = simulate(
             lower(make_plan(instance, choices, budget_bytes={}), profile.stages), profile, micro_batch=1
         ).pinned_bytes
