@@ -45,7 +45,7 @@ NUM_FINALISTS = 4
 """Plans that are simulated at most."""
 MAX_TIGHTENINGS = 3
 """How often budgets are tightened when the simulation disagrees with the memory rows."""
-VARY_SHARE = 0.15
+VARY_SHARE = 0.1
 """Of the time limit, for other depths and lags of the best plan: exploring ends so much earlier."""
 EXECUTED_SHARE = 0.4
 """Of the time limit, for plans that are executed where others are looked for too."""
@@ -73,6 +73,8 @@ class Search:
         self.judge = Judge(self.space)
         self.found: dict[Candidate, Found] = {}
         self.bounds: dict[Candidate, float] = {}
+        self.explored: set[Candidate] = set()
+        """What needs no further look; with other budgets all is looked at anew."""
         self.recipes = RecipeSearch(self.space, self.watch)
         self.proven_s: float | None = None
         """Bound with whole budgets, once these were tightened."""
@@ -138,12 +140,14 @@ class Search:
         self._bound_all()
         if min(self.bounds.values()) < math.inf:
             self.recipes.run(lambda found: self._keep_own(found, self.space), lambda: bool(self.found))
-        self._explore()
+        self._explore(VARY_SHARE * self.watch.limit_s)
         self._vary()
+        self._explore(0.0)
 
     def _bound_all(self) -> None:
         """Quick bounds of all combinations, which hold for every prefetch depth and D2H lag."""
         self.bounds.clear()
+        self.explored.clear()
         for first in self.space.combinations():
             if self.bounds and not self.watch.has_time():
                 break
@@ -161,28 +165,29 @@ class Search:
         for candidate in self.space.combinations():
             self.bounds.setdefault(candidate, self.space.instance(candidate).compute_bound_s)
 
-    def _explore(self) -> None:
-        """Look for plans of the combinations, the most promising first, as long as their bounds leave room."""
-        waiting = sorted(self.bounds, key=lambda candidate: self.bounds[candidate])
-        while self._exploring_s > 0:
+    def _explore(self, reserve_s: float) -> None:
+        """Look for plans of the combinations, the most promising first, as long as their bounds leave room.
+
+        ``reserve_s`` before the time is up it ends.
+        """
+        waiting = sorted((c for c in self.bounds if c not in self.explored), key=lambda c: self.bounds[c])
+        while self.watch.remaining_s > reserve_s:
             chosen = [candidate for candidate in waiting if self._may_improve(candidate)][:ROUND]
             if not chosen:
                 break
             waiting = [candidate for candidate in waiting if candidate not in chosen]
-            for explored in explore_all([self._task(candidate) for candidate in chosen]):
+            limit_s = self.watch.remaining_s - reserve_s
+            for explored in explore_all([self._task(candidate, limit_s) for candidate in chosen]):
+                if explored.bound_s > -math.inf:  # else its time was up
+                    self.explored.add(explored.candidate)
                 self._raise_bound(explored.candidate, explored.bound_s)
                 if explored.found is not None:
                     self._keep(explored.found)
 
-    def _task(self, candidate: Candidate) -> Task:
+    def _task(self, candidate: Candidate, time_limit_s: float) -> Task:
         settings, instance = self.settings, self.space.instance(candidate)
         budgets = self.space.budgets(instance)
-        return Task(instance, budgets, self._best_s(), settings.gap, self._exploring_s, settings.seed)
-
-    @property
-    def _exploring_s(self) -> float:
-        """Time that is left for looking for plans of more combinations."""
-        return self.watch.remaining_s - VARY_SHARE * self.watch.limit_s
+        return Task(instance, budgets, self._best_s(), settings.gap, time_limit_s, settings.seed)
 
     def _vary(self) -> None:
         """Try the best plans of each kind of host memory with every other prefetch depth and D2H lag."""
