@@ -1,4 +1,4 @@
-"""One combination of the outer search: a bound for it, and a plan that may beat the incumbent.
+"""One combination of the outer search: a plan that may beat the incumbent, and a bound for all that it has.
 
 A bound is taken from programs looser than that of any prefetch depth and D2H lag in question: memory of the
 shallowest, time of the deepest, of a lag of 0 apart. The plan is sought with one depth and lag: descent, by the quick
@@ -59,52 +59,71 @@ class Task:
 
 @dataclass(frozen=True)
 class Explored:
-    """What came of it: no plan of the combination, of any depth and lag, is faster than ``bound_s``."""
+    """What came of it.
 
-    candidate: Candidate
-    bound_s: float
-    found: Found | None
+    Attributes:
+        found: a plan that may beat the incumbent.
+        bound_s: no plan of the combination, of any depth and lag, is faster.
+        fits: whether the relaxation has a solution; with fewer slots there may be one where it has none.
+    """
+
+    found: Found | None = None
+    bound_s: float = -math.inf
+    fits: bool = True
 
 
 def explore_all(tasks: Sequence[Task]) -> list[Explored]:
-    """Explore ``tasks``, in processes of their own where there are cores and it is worth it.
+    """``explore`` each of ``tasks``; see ``_each``."""
+    return _each(explore, tasks)
+
+
+def bound_all(tasks: Sequence[Task]) -> list[Explored]:
+    """``bound`` each of ``tasks``; see ``_each``."""
+    return _each(bound, tasks)
+
+
+def _each(part: Callable[[Task], Explored], tasks: Sequence[Task]) -> list[Explored]:
+    """All ``tasks``, in processes of their own where there are cores and it is worth it.
 
     One after the other, those that come when their time is up are left out.
     """
     num_workers = min(len(tasks), usable_cores() // NUM_THREADS)
     num_blocks = sum(task.instance.num_blocks for task in tasks)
     if num_workers < 2 or num_blocks < PARALLEL_BLOCKS or in_worker():
-        return list(_in_turn(tasks))
-    explored = dict(each_in_processes(explore, tasks, num_workers))
+        return list(_in_turn(part, tasks))
+    explored = dict(each_in_processes(part, tasks, num_workers))
     return [explored[index] for index in range(len(tasks))]
 
 
-def _in_turn(tasks: Sequence[Task]) -> Iterable[Explored]:
+def _in_turn(part: Callable[[Task], Explored], tasks: Sequence[Task]) -> Iterable[Explored]:
     watch = Stopwatch(math.inf)
     for task in tasks:
         left_s = task.time_limit_s - watch.elapsed_s
         if left_s <= 0:
             break
-        yield explore(replace(task, time_limit_s=left_s))
+        yield part(replace(task, time_limit_s=left_s))
+
+
+def bound(task: Task) -> Explored:
+    """Bound a combination."""
+    return Explored(bound_s=loosest_bound_s(task.instance, task.budgets, Stopwatch(task.time_limit_s)))
 
 
 def explore(task: Task) -> Explored:
-    """Bound a combination and, if the bound leaves room, look for a plan."""
-    watch = Stopwatch(task.time_limit_s)
-    instance, enough_s = task.instance, task.incumbent_s * (1 - task.gap)
-    bound_s = loosest_bound_s(instance, task.budgets, watch)
-    if bound_s >= enough_s or not watch.has_time():
-        return Explored(instance.candidate, bound_s, None)
+    """Look for a plan, if the relaxation leaves room."""
+    watch, instance = Stopwatch(task.time_limit_s), task.instance
+    shallow = instance.at(shallowest(instance.candidate))
     program = PlacementProgram(instance, task.budgets)
     relaxed_s = program.lower_bound_s(watch.remaining_s)
-    if enough_s <= relaxed_s < math.inf:
-        return Explored(instance.candidate, bound_s, None)
+    if relaxed_s == math.inf:
+        return Explored(bound_s=math.inf if instance.candidate == shallow.candidate else -math.inf, fits=False)
+    if relaxed_s >= task.incumbent_s * (1 - task.gap) or not watch.has_time():
+        return Explored()
     hopeful_s, near_s = task.incumbent_s * (1 + task.gap), relaxed_s * (1 + NEAR)
     found = best_descent(program, task.budgets, near_s, hopeful_s, task.seed, watch.has_time)
     if found is None:  # with fewer slots there may be room
-        shallow, start = instance.at(shallowest(instance.candidate)), program.rounded()
-        found = polished(shallow, task.budgets, start, task.seed, watch.has_time)
-    return Explored(instance.candidate, bound_s, found)
+        found = polished(shallow, task.budgets, program.rounded(), task.seed, watch.has_time)
+    return Explored(found)
 
 
 def best_descent(

@@ -5,11 +5,12 @@ These are searched outside the integer program:
 1. every combination of the first two gets a quick lower bound (``bounds``); recipes give the first incumbent;
 2. combinations whose bound leaves room are explored, with one depth and lag (``explore``);
 3. the best plan is tried with every other depth and lag;
-4. the program of the best plan is solved from that plan;
-5. the lowest bound is raised, by relaxing and at last solving the program of that combination, depth and lag, until
+4. combinations get better bounds, the lowest first, until none leaves room;
+5. the program of the best plan is solved from that plan;
+6. the lowest bound is raised, by relaxing and at last solving the program of that combination, depth and lag, until
    none can beat the best plan by more than the gap, or time is up;
-6. the finalists are lowered and simulated; the fastest that keeps its budgets in the simulation wins;
-7. single decisions of the winner are changed as long as the simulation says that it gains (``last_round``).
+7. the finalists are lowered and simulated; the fastest that keeps its budgets in the simulation wins;
+8. single decisions of the winner are changed as long as the simulation says that it gains (``last_round``).
 
 When time is up, what is left is skipped; a plan and a bound, or the reason why there is no plan, are always found.
 Where page-locked host memory is limited, whether to use it is part of a combination too.
@@ -25,7 +26,15 @@ from importlib.metadata import version
 from lazysched.errors import UsageError
 from lazysched.schemas import SolverReport
 from lazysched.solver.bounds import count_bound_s
-from lazysched.solver.explore import PREFETCH_DEPTHS, Task, explore_all, polished, shallowest, variations
+from lazysched.solver.explore import (
+    PREFETCH_DEPTHS,
+    Task,
+    bound_all,
+    explore_all,
+    polished,
+    shallowest,
+    variations,
+)
 from lazysched.solver.instance import Candidate
 from lazysched.solver.interrupts import INTERRUPTS
 from lazysched.solver.judge import Judge, Judged
@@ -45,8 +54,8 @@ NUM_FINALISTS = 4
 """Plans that are simulated at most."""
 MAX_TIGHTENINGS = 3
 """How often budgets are tightened when the simulation disagrees with the memory rows."""
-VARY_SHARE = 0.1
-"""Of the time limit, for other depths and lags of the best plan: exploring ends so much earlier."""
+AFTER_SHARE = 0.25
+"""Of the time limit, for other depths and lags of the best plan and for bounds: exploring ends so much earlier."""
 EXECUTED_SHARE = 0.4
 """Of the time limit, for plans that are executed where others are looked for too."""
 LAST_SHARE = 0.1
@@ -74,7 +83,10 @@ class Search:
         self.found: dict[Candidate, Found] = {}
         self.bounds: dict[Candidate, float] = {}
         self.explored: set[Candidate] = set()
-        """What needs no further look; with other budgets all is looked at anew."""
+        self.bounded: set[Candidate] = set()
+        """Combinations that need no further look; with other budgets all is looked at anew."""
+        self.tight: set[Candidate] = set()
+        """Those that fit with fewest slots, if at all."""
         self.recipes = RecipeSearch(self.space, self.watch)
         self.proven_s: float | None = None
         """Bound with whole budgets, once these were tightened."""
@@ -140,14 +152,18 @@ class Search:
         self._bound_all()
         if min(self.bounds.values()) < math.inf:
             self.recipes.run(lambda found: self._keep_own(found, self.space), lambda: bool(self.found))
-        self._explore(VARY_SHARE * self.watch.limit_s)
+        self._explore(AFTER_SHARE * self.watch.limit_s, self.tight)
         self._vary()
-        self._explore(0.0)
+        self._explore(AFTER_SHARE / 2 * self.watch.limit_s, set())
+        self._raise_bounds()
+        self._explore(0.0, set())
 
     def _bound_all(self) -> None:
         """Quick bounds of all combinations, which hold for every prefetch depth and D2H lag."""
         self.bounds.clear()
         self.explored.clear()
+        self.bounded.clear()
+        self.tight.clear()
         for first in self.space.combinations():
             if self.bounds and not self.watch.has_time():
                 break
@@ -165,27 +181,39 @@ class Search:
         for candidate in self.space.combinations():
             self.bounds.setdefault(candidate, self.space.instance(candidate).compute_bound_s)
 
-    def _explore(self, reserve_s: float) -> None:
+    def _explore(self, reserve_s: float, without: set[Candidate]) -> None:
         """Look for plans of the combinations, the most promising first, as long as their bounds leave room.
 
         ``reserve_s`` before the time is up it ends.
         """
-        waiting = sorted((c for c in self.bounds if c not in self.explored), key=lambda c: self.bounds[c])
-        while self.watch.remaining_s > reserve_s:
-            chosen = [candidate for candidate in waiting if self._may_improve(candidate)][:ROUND]
-            if not chosen:
-                break
-            waiting = [candidate for candidate in waiting if candidate not in chosen]
-            limit_s = self.watch.remaining_s - reserve_s
-            for explored in explore_all([self._task(candidate, limit_s) for candidate in chosen]):
-                if explored.bound_s > -math.inf:  # else its time was up
-                    self.explored.add(explored.candidate)
-                self._raise_bound(explored.candidate, explored.bound_s)
+        while self.watch.remaining_s > reserve_s and (chosen := self._next_of(self.explored | without)):
+            tasks = [self._task(candidate, self.watch.remaining_s - reserve_s) for candidate in chosen]
+            for candidate, explored in zip(chosen, explore_all(tasks), strict=False):
+                if explored.fits or candidate in self.tight:
+                    self.explored.add(candidate)
+                else:
+                    self.tight.add(candidate)
+                self._raise_bound(candidate, explored.bound_s)
                 if explored.found is not None:
                     self._keep(explored.found)
 
+    def _raise_bounds(self) -> None:
+        """Better bounds of the combinations, the lowest first, as long as they leave room."""
+        while self.watch.has_time() and (chosen := self._next_of(self.bounded)):
+            tasks = [self._task(candidate, self.watch.remaining_s) for candidate in chosen]
+            for candidate, bounded in zip(chosen, bound_all(tasks), strict=False):
+                self.bounded.add(candidate)
+                self._raise_bound(candidate, bounded.bound_s)
+
+    def _next_of(self, done: set[Candidate]) -> list[Candidate]:
+        """A round of combinations that may improve the incumbent and are not ``done``, those of the lowest bounds."""
+        left = [c for c in self.bounds if c not in done and self._may_improve(c)]
+        return sorted(left, key=lambda candidate: self.bounds[candidate])[:ROUND]
+
     def _task(self, candidate: Candidate, time_limit_s: float) -> Task:
-        settings, instance = self.settings, self.space.instance(candidate)
+        """A look at a combination, with fewest slots where it does not fit otherwise."""
+        settings = self.settings
+        instance = self.space.instance(shallowest(candidate) if candidate in self.tight else candidate)
         budgets = self.space.budgets(instance)
         return Task(instance, budgets, self._best_s(), settings.gap, time_limit_s, settings.seed)
 

@@ -118,7 +118,7 @@ class TestSweep:
             solve(profile, gpu_memory_bytes=gpu, **SETTINGS).plan for gpu in (1000 * MB, 50 * MB)
         ]  # the first is faster
         answers = [Answer(found[0]), Answer(found[1]), Answer(None, problem="time is up")]
-        monkeypatch.setattr(sweep, "answer_all", lambda requests, report: answers)
+        monkeypatch.setattr(sweep, "answer_until_interrupted", lambda requests, report: answers)
         points = run_sweep(profile, Sweep("gpu-memory", (1000 * MB, 1100 * MB, 1200 * MB)), SETTINGS)
         plans = [point.plan for point in points]
         assert [plan.stages if plan else None for plan in plans] == [found[0].stages] * 3
@@ -147,7 +147,7 @@ class TestSweep:
             out_of_time, Answer(None, infeasible=True), out_of_time, bounded(0.9 * step_s), bounded(0.995 * step_s),
             bounded(0.8 * step_s), out_of_time,
         ]  # fmt: skip
-        monkeypatch.setattr(sweep, "answer_all", lambda requests, report: answers)
+        monkeypatch.setattr(sweep, "answer_until_interrupted", lambda requests, report: answers)
         points = run_sweep(tiny_profile(2), Sweep("gpu-memory", tuple(range(300 * MB, 370 * MB, 10 * MB))), SETTINGS)
         assert [point.status for point in points] == [
             "infeasible", "infeasible", "time limit", "optimal", "optimal", "feasible", "feasible",
@@ -178,7 +178,7 @@ class TestSweep:
             Answer(plan.model_copy(update={"solver": plan.solver and report_with(plan.solver, step_s, bound_s, 0.01)}))
             for plan, step_s, bound_s in zip(plans, steps, bounds, strict=True)
         ]
-        monkeypatch.setattr(sweep, "answer_all", lambda requests, report: answers)
+        monkeypatch.setattr(sweep, "answer_until_interrupted", lambda requests, report: answers)
         points = run_sweep(profile, Sweep("gpu-memory", budgets), SETTINGS)
         assert [point.binds.partition(", ")[2] for point in points] == ["gpu", "gpu?", ""]
         console = Console(width=80, record=True)
@@ -192,7 +192,7 @@ class TestSweep:
             Answer(plan, recipes_s={"a": 3.0, "b": 1.0}), Answer(plan, recipes_s={"a": 2.0}),
             Answer(plan, recipes_s={"a": 2.5, "c": 1.0}),
         ]  # fmt: skip
-        monkeypatch.setattr(sweep, "answer_all", lambda requests, report: answers)
+        monkeypatch.setattr(sweep, "answer_until_interrupted", lambda requests, report: answers)
         points = run_sweep(tiny_profile(2), Sweep("gpu-memory", (10**9, 2 * 10**9, 3 * 10**9)), SETTINGS)
         steps = steps_frame(points)
         assert list(steps.index) == [1.0, 2.0, 3.0]
