@@ -168,7 +168,8 @@ class Search:
             if self.bounds and not self.watch.has_time():
                 break
             instance = self.space.instance(shallowest(first))
-            self.bounds[first] = count_bound_s(instance, self.space.budgets(instance), max(PREFETCH_DEPTHS))
+            counted_s = count_bound_s(instance, self.space.budgets(instance), max(PREFETCH_DEPTHS))
+            self.bounds[first] = max(counted_s, instance.compute_bound_s)  # HiGHS may have given up
         self._bound_the_rest()
         if not self.bounds:
             fixed = ", ".join(pin.text for pin in self.settings.pins)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
@@ -210,6 +211,16 @@ def test_where_no_bound_is_finite_nothing_is_tried(clock: Clock) -> None:
         solve(PROFILE, batch_size=2, gpu_memory_bytes=5 * MB, host_memory_bytes=1000 * MB, time_limit_s=LIMIT_S)
     assert clock.calls["count_bound_s"] > 0
     assert clock.calls["best_of_rule"] == clock.calls["explore"] == 0
+
+
+def test_where_highs_gives_up_counting_the_bound_is_that_of_the_compute(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock.takes_s = {"best_of_rule": LIMIT_S}
+    monkeypatch.setattr(outer_search, "count_bound_s", lambda *_: -math.inf)
+    report = solved().plan.solver
+    assert report is not None
+    assert 0 < report.bound_s <= report.objective_s
 
 
 def test_a_proof_is_given_up_unless_a_gap_was_asked_for(clock: Clock) -> None:
