@@ -244,7 +244,9 @@ def test_missing_packages_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.slow
-def test_a_real_gguf_file_is_converted_once(smollm2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_real_gguf_file_is_converted_once(
+    smollm2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     from gguf import GGUFReader
     from gguf.quants import dequantize
 
@@ -258,6 +260,7 @@ def test_a_real_gguf_file_is_converted_once(smollm2: Path, tmp_path: Path, monke
     assert list(tmp_path.iterdir()) == []
 
     source = resolve_model(str(smollm2), cache_dir=tmp_path)
+    assert "GGUF tensors" not in capfd.readouterr().err  # no bar
     assert source.has_weights
     assert source.has_tokenizer
     assert "quantization_config" not in json.loads((source.config_dir / "config.json").read_text())
