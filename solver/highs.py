@@ -97,6 +97,10 @@ def _silent_stdout() -> Iterator[None]:
         os.close(kept)
 
 
+GAVE_UP = highspy.HighsModelStatus.kUnknown, highspy.HighsModelStatus.kSolveError
+"""Numerical trouble, with nothing to rely on."""
+
+
 def solve_problem(
     problem: pulp.LpProblem,
     *,
@@ -140,7 +144,7 @@ def _outcome(problem: pulp.LpProblem, relaxed: bool) -> Outcome:
     if status == highspy.HighsModelStatus.kOptimal:
         objective = float(info.objective_function_value)
         return Outcome("optimal", objective, objective if relaxed else float(info.mip_dual_bound))
-    if status == highspy.HighsModelStatus.kUnknown:  # gave up for numerical trouble, with nothing to rely on
+    if status in GAVE_UP:
         return Outcome("unknown", math.inf, -math.inf)
     assert status == highspy.HighsModelStatus.kTimeLimit, f"HiGHS ended with {status}"
     bound = -math.inf if relaxed else float(info.mip_dual_bound)

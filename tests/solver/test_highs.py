@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import random
+from types import SimpleNamespace
 
+import highspy
 import pulp
 import pytest
 
+from lazysched.solver import highs
 from lazysched.solver.highs import solve_problem
 
 
@@ -65,3 +69,11 @@ def test_nothing_is_printed(capfd: pytest.CaptureFixture[str]) -> None:
     captured = capfd.readouterr()
     assert captured.out == ""
     assert captured.err == ""
+
+
+@pytest.mark.parametrize("status", ["kUnknown", "kSolveError"])
+def test_numerical_trouble_proves_nothing(status: str) -> None:
+    found = getattr(highspy.HighsModelStatus, status)
+    model = SimpleNamespace(getModelStatus=lambda: found, getInfo=lambda: None)
+    outcome = highs._outcome(SimpleNamespace(solverModel=model), relaxed=True)  # type: ignore[arg-type]
+    assert (outcome.status, outcome.bound, outcome.has_solution) == ("unknown", -math.inf, False)
