@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -68,10 +68,8 @@ def answer_until_interrupted(requests: Sequence[Request], report: Callable[[int]
     """
     answers: dict[int, Answer] = {}
     try:
-        for index, found in _as_they_come(requests):
+        for index, found in _as_they_come(requests, report):
             answers[index] = found
-            if report is not None:
-                report(len(answers))
             if found.interrupted:
                 break
     except KeyboardInterrupt:
@@ -91,16 +89,15 @@ def answer_all(requests: Sequence[Request], report: Callable[[int], None] | None
         UsageError: as ``answer``.
         RunError: a process that was solving died.
     """
-    answers: dict[int, Answer] = {}
-    for index, found in _as_they_come(requests):
-        answers[index] = found
-        if report is not None:
-            report(len(answers))
+    answers = dict(_as_they_come(requests, report))
     return [answers[index] for index in range(len(requests))]
 
 
-def _as_they_come(requests: Sequence[Request]) -> Iterable[tuple[int, Answer]]:
+def _as_they_come(requests: Sequence[Request], report: Callable[[int], None] | None) -> Iterator[tuple[int, Answer]]:
     workers = min(usable_cores(), len(requests))
-    if workers > 1:
-        return each_in_processes(answer, requests, workers)
-    return ((i, answer(request)) for i, request in enumerate(requests))
+    in_turn = ((i, answer(request)) for i, request in enumerate(requests))
+    pairs = each_in_processes(answer, requests, workers) if workers > 1 else in_turn
+    for count, pair in enumerate(pairs, start=1):
+        yield pair  # first, so that it is kept if Ctrl-C comes while it is reported
+        if report is not None:
+            report(count)

@@ -40,6 +40,8 @@ class SaveRows:
     def __init__(self, rows: TimeRows) -> None:
         self.rows, self.problem, self.decisions = rows, rows.problem, rows.decisions
         self.instance, self.m = rows.instance, rows.m
+        options = [option for own in self.instance.saves for option in own]
+        self._longest_input_s = max(o.save_s * o.leaves_early for o in options)
 
     def add(self) -> None:
         """All rows."""
@@ -87,8 +89,7 @@ class SaveRows:
         end = self.problem.add_variable(f"me_{w}", 0)
         made_s = self.decisions.save(w - 1, lambda o: o.save_s * (not o.leaves_early))
         self.problem += end >= before + self.m * made_s
-        input_s = max(o.save_s * o.leaves_early for options in self.instance.saves for o in options)
-        queue_s = (rows.leaving_slots + self.m * (rows.head - w + 1)) * input_s
+        queue_s = (rows.leaving_slots + self.m * (rows.head - w + 1)) * self._longest_input_s
         self.problem += end >= rows.saves_end(w) - queue_s * early
         return 1 * end
 
