@@ -157,6 +157,7 @@ class _Profiling:
             self.notes["nvme"] = storage.note
         if pinning.note:
             self.notes["page-locked"] = pinning.note
+        outside_bytes, workspace_bytes = _taken_bytes(device)
         return Profile(
             hardware_id=identity, model_id=self.model_id, device=_device_type(device), compute_dtype=settings.dtype,
             seq_len=settings.seq_len, loss_chunk_tokens=settings.chunk_tokens,
@@ -165,7 +166,8 @@ class _Profiling:
             variants=self.variants, links=links, update=update.alone, update_beside_copies=update.beside_copies,
             total_bytes={**total_bytes, "nvme": storage.total_bytes},
             free_bytes={**free_bytes, "nvme": storage.free_bytes},
-            pin_limit_bytes=pinning.limit_bytes, context_bytes=_context_bytes(device),
+            pin_limit_bytes=pinning.limit_bytes, context_bytes=outside_bytes + workspace_bytes,
+            workspace_bytes=workspace_bytes,
             fragmentation_bytes=self.fragmentation_bytes,
             notes=self.notes,
         )  # fmt: skip
@@ -281,16 +283,16 @@ def _dtype(name: str) -> Dtype:
     return cast(Dtype, name)
 
 
-def _context_bytes(device: torch.device) -> int:
+def _taken_bytes(device: torch.device) -> tuple[int, int]:
     """GPU bytes outside torch's allocator, and what libraries keep inside it once everything else is freed.
 
-    What other processes hold on the GPU counts too: the driver tells only the sum.
+    What other processes hold on the GPU counts among the first: the driver tells only the sum.
     """
     if device.type != "cuda":
-        return 0
+        return 0, 0
     torch.cuda.synchronize(device)
     _free_memory(device)
-    return context_bytes(device) + torch.cuda.memory_allocated(device)
+    return context_bytes(device), torch.cuda.memory_allocated(device)
 
 
 def _device_type(device: torch.device) -> Literal["cuda", "cpu"]:

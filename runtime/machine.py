@@ -47,37 +47,37 @@ def configure_allocator(device: torch.device) -> None:
         torch.cuda.memory._set_allocator_settings("expandable_segments:True")
 
 
-def hold_to_budget(device: torch.device, budget_bytes: int | None, planned_context_bytes: int = 0) -> None:
+def hold_to_budget(device: torch.device, budget_bytes: int | None, planned_outside_bytes: int = 0) -> None:
     """Let torch's allocator refuse what would exceed a budget.
 
     Args:
         device: nothing happens unless it is a CUDA device.
         budget_bytes: most bytes that this process may take on the GPU, the driver's context included; None: all.
-        planned_context_bytes: what the context and libraries will have taken of it once all kernels are loaded.
+        planned_outside_bytes: of it, what will lie outside the allocator once all kernels are loaded.
     """
     if device.type != "cuda":
         return
     share = 1.0  # an earlier run in this process may have left a smaller one
     if budget_bytes is not None:
-        outside_bytes = max(context_bytes(device), planned_context_bytes)
+        outside_bytes = max(context_bytes(device), planned_outside_bytes)
         share = (budget_bytes - outside_bytes) / torch.cuda.mem_get_info(device)[1]
     torch.cuda.set_per_process_memory_fraction(min(1.0, max(share, 0.0)))
 
 
-def claim(device: torch.device, planned_bytes: int, planned_context_bytes: int = 0) -> None:
+def claim(device: torch.device, planned_bytes: int, planned_outside_bytes: int = 0) -> None:
     """Take from the driver now what a plan will need, so that no step has to ask, and nobody else can take it first.
 
     Args:
         device: nothing happens unless it is a CUDA device.
         planned_bytes: what this process will hold on the GPU at most, the driver's context included.
-        planned_context_bytes: what the context and libraries will have taken of it once all kernels are loaded.
+        planned_outside_bytes: of it, what will lie outside the allocator once all kernels are loaded.
 
     Raises:
         torch.OutOfMemoryError: the GPU has not that much left.
     """
     if device.type != "cuda":
         return
-    outside_bytes = max(context_bytes(device), planned_context_bytes)
+    outside_bytes = max(context_bytes(device), planned_outside_bytes)
     missing_bytes = planned_bytes - outside_bytes - torch.cuda.memory_reserved(device)
     torch.empty(max(0, missing_bytes), dtype=torch.uint8, device=device)
 

@@ -70,7 +70,8 @@ class Session:
                 f"plan: argument_bytes: {plan.argument_bytes}, packed rows take {self.model.argument_bytes} here; "
                 f"profile with --packing and solve again"
             )
-        hold_to_budget(device, plan.budget_bytes.get("gpu"), plan.context_bytes)
+        outside_bytes = plan.context_bytes - plan.workspace_bytes
+        hold_to_budget(device, plan.budget_bytes.get("gpu"), outside_bytes)
         layout = Layout(plan, self.model.stages)
         _check_settings(plan, settings, max_grad_norm)
         _build_forms(layout, self.model)
@@ -83,9 +84,9 @@ class Session:
                 plan, self.program, self.model, self.buffers, self.updates, settings, max_grad_norm
             )  # fmt: skip
             undo.callback(self.executor.close)
-            hold_to_budget(device, plan.budget_bytes.get("gpu"), plan.context_bytes)  # page-locking took some of it
+            hold_to_budget(device, plan.budget_bytes.get("gpu"), outside_bytes)  # page-locking took some of it
             if plan.predicted is not None:
-                claim(device, plan.predicted.peak_bytes.get("gpu", 0), plan.context_bytes)
+                claim(device, plan.predicted.peak_bytes.get("gpu", 0), outside_bytes)
             undo.pop_all()
 
     def _update_of(self, stage: Stage, layout: Layout, settings: AdamWSettings) -> StageUpdate:

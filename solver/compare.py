@@ -18,7 +18,7 @@ from lazysched.units import format_bytes, format_seconds
 
 APART = {
     "version", "model_id", "world_size", "argument_bytes", "update", "pins", "stages", "variants", "budget_bytes",
-    "context_bytes", "predicted", "solver", "profile",
+    "context_bytes", "workspace_bytes", "predicted", "solver", "profile",
 }  # fmt: skip
 """Fields of a plan that are no decisions, or are set side by side in a form of their own."""
 SETTINGS = [name for name in Plan.model_fields if name not in APART]

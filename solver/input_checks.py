@@ -120,6 +120,7 @@ def _figures(profile: Profile) -> Iterator[tuple[str, float, float, float]]:
     yield "seq_len", profile.seq_len, 1, MAX_TOKENS
     sizes: dict[str, int | None] = {
         "context_bytes": profile.context_bytes,
+        "workspace_bytes": profile.workspace_bytes,
         "pin_limit_bytes": profile.pin_limit_bytes,
         **{f"free_bytes.{tier}": size for tier, size in profile.free_bytes.items()},
         **{f"total_bytes.{tier}": size for tier, size in profile.total_bytes.items()},

@@ -67,6 +67,7 @@ def make_plan(instance: Instance, choices: Choices, *, budget_bytes: Mapping[Tie
         trainable=profile.trainable,
         argument_bytes=profile.argument_bytes.get(candidate.micro_batch, 0),
         context_bytes=profile.context_bytes,
+        workspace_bytes=profile.workspace_bytes,
         batch_size=candidate.micro_batch * candidate.accumulation,
         seq_len=profile.seq_len,
         micro_batch=candidate.micro_batch,

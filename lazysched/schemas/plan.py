@@ -146,6 +146,8 @@ class Plan(Document):
     budget_bytes: dict[Tier, Annotated[int, Field(ge=0)]]
     context_bytes: int = Field(default=0, ge=0)
     """Of the GPU's budget, what the driver context and libraries take outside the plan's buffers."""
+    workspace_bytes: int = Field(default=0, ge=0)
+    """Of ``context_bytes``, library workspaces that lie inside torch's allocator, as cuBLAS' do."""
     predicted: Prediction | None = None
     """Null in a plan written or edited by hand."""
     solver: SolverReport | None = None

@@ -204,6 +204,8 @@ class Profile(Document):
     """Most bytes of host memory that can be page-locked; null when no limit was stated or met."""
     context_bytes: int = Field(default=0, ge=0)
     """GPU memory that the driver context and library workspaces take outside any plan."""
+    workspace_bytes: int = Field(default=0, ge=0)
+    """Of ``context_bytes``, library workspaces that lie inside torch's allocator, as cuBLAS' do."""
     fragmentation_bytes: dict[Annotated[int, Field(ge=1)], Annotated[int, Field(ge=0)]] = Field(default_factory=dict)
     """Micro-batch -> what the GPU's allocator held beyond what it gave out, while some blocks ran in a row."""
     notes: dict[str, str] = Field(default_factory=dict)
