@@ -146,6 +146,9 @@ def profile(
     packing: Annotated[
         bool, typer.Option("--packing", help="Rows hold several samples, which do not see each other.")
     ] = False,
+    full_determinism: Annotated[
+        bool, typer.Option("--full-determinism", help="On a GPU too, equal runs are to have equal bits.")
+    ] = False,
     trainable: Annotated[
         list[str] | None,
         typer.Option(
@@ -197,8 +200,8 @@ def profile(
             measured = measure(
                 model, device=_explicit(device), dtype=_explicit(dtype), seq_len=seq_len,
                 micro_batches=micro_batch or [1, 2, 4], storage_dir=None if storage is None else str(storage),
-                compiled=compiled, packing=packing, pin_limit_bytes=pin_limit_bytes, trainable=trainable or None,
-                report=report,
+                compiled=compiled, packing=packing, full_determinism=full_determinism, pin_limit_bytes=pin_limit_bytes,
+                trainable=trainable or None, report=report,
             )  # fmt: skip
         measured.save(output)
         for warning in measured.doubts():
@@ -214,7 +217,10 @@ def _refine_profile(context: typer.Context, from_run: Path | None, profile_file:
         raise UsageError("--from-run: missing; --profile names what a run refines, name the run's --output-dir too")
     if profile_file is None:
         raise UsageError("--profile: missing; --from-run refines a profile, name the one that the plan was solved from")
-    for name in ("model", "device", "dtype", "seq_len", "micro_batch", "storage", "packing", "pin_limit", "trainable"):
+    for name in (
+        "model", "device", "dtype", "seq_len", "micro_batch", "storage", "packing", "full_determinism", "pin_limit",
+        "trainable",
+    ):  # fmt: skip
         source = context.get_parameter_source(name)
         if source is not None and source.name == "COMMANDLINE":
             shown = "MODEL" if name == "model" else f"--{name.replace('_', '-')}"

@@ -146,7 +146,8 @@ def _with_unit(value: float, unit: str) -> str:
 
 
 _OF_THE_MODEL = (
-    "model", "dtype", "seq_len", "micro_batch", "compiled", "packing", "trainable", "from_run", "profile_file",
+    "model", "dtype", "seq_len", "micro_batch", "compiled", "packing", "full_determinism", "trainable", "from_run",
+    "profile_file",
 )  # fmt: skip
 
 

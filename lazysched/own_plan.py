@@ -102,6 +102,7 @@ def _profile(settings: TrainConfig, source: ModelSource, rows: int, console: Con
     dtype = {True: "bfloat16", False: "float32", None: None}[settings.bf16]
     arguments: dict[str, Any] = {
         "device": device, "dtype": dtype, "seq_len": seq_len, "micro_batches": sizes_of(rows), "packing": packing,
+        "full_determinism": bool(settings.full_determinism),
     }  # fmt: skip
     if settings.trainable is not None:
         arguments["trainable"] = patterns_of(settings.trainable)

@@ -91,6 +91,14 @@ def train(
     packing: Annotated[
         bool | None, typer.Option("--packing/--no-packing", help="Checked against the plan.", show_default=False)
     ] = None,
+    full_determinism: Annotated[
+        bool | None,
+        typer.Option(
+            "--full-determinism/--no-full-determinism",
+            help="On a GPU too, equal runs have equal bits. Checked against the plan.",
+            show_default=False,
+        ),
+    ] = None,
     bf16: Annotated[
         bool | None, typer.Option("--bf16/--no-bf16", help="Checked against the plan.", show_default=False)
     ] = None,

@@ -31,7 +31,7 @@ ReporterName = Literal["tensorboard", "wandb", "trackio"]
 """What a run can show its numbers to."""
 PLANNED = (
     "per_device_train_batch_size", "gradient_accumulation_steps", "max_length", "packing", "bf16", "trainable",
-    "gpu_memory", "host_memory",
+    "full_determinism", "gpu_memory", "host_memory",
 )  # fmt: skip
 """What a plan decides."""
 _RUNS_CODE = "trust_remote_code"
@@ -109,6 +109,9 @@ class TrainConfig(Schema):
     """Tokens of a row; the plan's."""
     packing: bool | None = None
     """The plan's."""
+    full_determinism: bool | None = None
+    """Whether equal runs, resumed ones too, have equal bits on a GPU, where some attention kernels add in any order;
+    the plan's. On a CPU they always do."""
     bf16: bool | None = None
     """Whether weights and activations compute in bfloat16; the plan's."""
     trainable: list[str] | None = None
@@ -160,8 +163,8 @@ class TrainConfig(Schema):
         """Refuse what the plan was not solved for.
 
         Raises:
-            UsageError: rows of a step, tokens of a row, packing, the computing dtype or what is trained are not the
-                plan's.
+            UsageError: rows of a step, tokens of a row, packing, the computing dtype, determinism or what is trained
+                are not the plan's.
         """
         for name in ("gpu_memory", "host_memory"):
             if getattr(self, name) is not None:
@@ -176,7 +179,10 @@ class TrainConfig(Schema):
                 f"per_device_train_batch_size: {size}, {count} times accumulated, are {size * count} rows a step, the "
                 f"plan has {plan.batch_size}; solve for --batch-size {size * count}, or leave it out"
             )
-        planned = {"max_length": plan.seq_len, "packing": plan.packing, "bf16": plan.compute_dtype == "bfloat16"}
+        planned = {
+            "max_length": plan.seq_len, "packing": plan.packing, "bf16": plan.compute_dtype == "bfloat16",
+            "full_determinism": plan.full_determinism,
+        }  # fmt: skip
         for name, value in planned.items():
             given = getattr(self, name)
             if given is not None and given != value:

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from lazysched.profiles.clock import durations_of
 from lazysched.profiles.random_data import random_normal, random_weights
-from lazysched.runtime.attention import attention
+from lazysched.runtime.attention import ANY_ORDER, attention, in_one_order
 from lazysched.runtime.model import Model
 from lazysched.schemas import AttentionBackend, Stage
 
@@ -37,9 +37,12 @@ def fastest_attention(model: Model) -> AttentionChoice:
         return AttentionChoice("default", "torch's choice")
     calls = [call for stage in representatives(model.stages) for call in _calls(model, stage)]
     times_s: dict[AttentionBackend, float] = {}
-    for backend in CANDIDATES if calls else ():
+    candidates: list[AttentionBackend] = [
+        name for name in CANDIDATES if not (model.full_determinism and name in ANY_ORDER)
+    ]
+    for backend in candidates if calls else ():
         try:
-            with attention(backend, only=True), warnings.catch_warnings():
+            with attention(backend, only=True), in_one_order(model.full_determinism), warnings.catch_warnings():
                 warnings.simplefilter("ignore", UserWarning)  # at length, why a kernel does not take such a call
                 times_s[backend] = sum(_seconds(args, kwargs, model.device) for args, kwargs in calls)
         except RuntimeError:  # this kernel does not know such a call, or does not exist here

@@ -57,6 +57,7 @@ class _Settings:
     repeats: int | None
     compiled: bool
     packing: bool
+    full_determinism: bool
     pin_limit_bytes: int | None
     trainable: tuple[str, ...]
 
@@ -73,6 +74,7 @@ def profile(
     repeats: int | None = None,
     compiled: bool | None = None,
     packing: bool = False,
+    full_determinism: bool = False,
     pin_limit_bytes: int | None = None,
     trainable: Sequence[str] | None = None,
     report: Callable[[str, float], None] | None = None,
@@ -90,6 +92,8 @@ def profile(
         repeats: timed repeats of each figure; None chooses by the time one takes.
         compiled: whether blocks and loss are compiled, which offers more save variants; None: on a GPU.
         packing: whether rows hold several samples, which do not see each other; plans from this profile pack so.
+        full_determinism: whether blocks keep to attention kernels whose backward adds in one order, so that equal runs
+            have equal bits on a GPU too; plans from this profile do so.
         pin_limit_bytes: most host memory that can be page-locked beside a GPU; None tries some GB.
         trainable: regular expressions; parameters in whose name one is found are trained, all others are frozen. None
             trains everything.
@@ -109,6 +113,7 @@ def profile(
         repeats,
         compiled,
         packing,
+        full_determinism,
         pin_limit_bytes,
         trainable,
     )
@@ -161,7 +166,8 @@ class _Profiling:
         return Profile(
             hardware_id=identity, model_id=self.model_id, device=_device_type(device), compute_dtype=settings.dtype,
             seq_len=settings.seq_len, loss_chunk_tokens=settings.chunk_tokens,
-            attention=self.attention.backend, packing=settings.packing, argument_bytes=self.argument_bytes,
+            attention=self.attention.backend, full_determinism=settings.full_determinism,
+            packing=settings.packing, argument_bytes=self.argument_bytes,
             stages=self.stages, trainable=list(settings.trainable),
             variants=self.variants, links=links, update=update.alone, update_beside_copies=update.beside_copies,
             total_bytes={**total_bytes, "nvme": storage.total_bytes},
@@ -201,7 +207,7 @@ class _Profiling:
         try:
             model = Model(
                 self.config, settings.dtype, self.device, micro_batch=micro_batch, seq_len=settings.seq_len,
-                packing=settings.packing, trainable=settings.trainable,
+                full_determinism=settings.full_determinism, packing=settings.packing, trainable=settings.trainable,
             )  # fmt: skip
             self.model_id, self.stages = model.model_id, model.stages
             if reference is None:
@@ -241,8 +247,8 @@ def _free_memory(device: torch.device) -> None:
 
 def _checked(
     device: str | None, dtype: str | None, seq_len: int, micro_batches: Sequence[int], storage_dir: str | None,
-    chunk_tokens: int, repeats: int | None, compiled: bool | None, packing: bool, pin_limit_bytes: int | None,
-    trainable: Sequence[str] | None,
+    chunk_tokens: int, repeats: int | None, compiled: bool | None, packing: bool, full_determinism: bool,
+    pin_limit_bytes: int | None, trainable: Sequence[str] | None,
 ) -> _Settings:  # fmt: skip
     chosen = chosen_device(device, pin_limit_bytes)
     default = "bfloat16" if chosen.type == "cuda" else "float32"
@@ -255,7 +261,8 @@ def _checked(
     rows = tuple(sorted(set(micro_batches)))
     return _Settings(
         chosen, _dtype(dtype or default), seq_len, rows, chunk_tokens, check_folder(storage_dir), repeats,
-        chosen.type == "cuda" if compiled is None else compiled, packing, pin_limit_bytes, patterns_of(trainable),
+        chosen.type == "cuda" if compiled is None else compiled, packing, full_determinism, pin_limit_bytes,
+        patterns_of(trainable),
     )  # fmt: skip
 
 

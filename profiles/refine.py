@@ -47,7 +47,10 @@ def refine(profile: Profile, recording: Recording) -> Profile:
 
 
 def _check_same(profile: Profile, recording: Recording) -> None:
-    for field in ("model_id", "hardware_id", "compute_dtype", "seq_len", "loss_chunk_tokens", "packing", "trainable"):
+    for field in (
+        "model_id", "hardware_id", "compute_dtype", "seq_len", "loss_chunk_tokens", "packing", "trainable",
+        "full_determinism",
+    ):  # fmt: skip
         theirs, ours = getattr(recording, field), getattr(profile, field)
         if theirs != ours:
             raise UsageError(f"from_run: {field}: the run had {theirs}, the profile has {ours}; {_REMEDY}")

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
-from typing import get_args
+from typing import Any, get_args
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -19,22 +20,53 @@ _KERNELS: dict[AttentionBackend, SDPBackend] = {
 assert {"default", *_KERNELS} == set(get_args(AttentionBackend))
 
 
+ANY_ORDER: frozenset[AttentionBackend] = frozenset({"cudnn"})
+"""Kernels whose backward adds in any order whatever it is told (bits seen to differ with torch 2.11 on an H200)."""
+_WORKSPACES, _ORDERED_WORKSPACES = "CUBLAS_WORKSPACE_CONFIG", (":4096:8", ":16:8")
+
+
 @contextmanager
-def attention(backend: AttentionBackend, *, only: bool = False) -> Iterator[None]:
+def attention(backend: AttentionBackend, *, full_determinism: bool = False, only: bool = False) -> Iterator[None]:
     """Within this context attention takes ``backend`` where it can, and torch's own order behind it.
 
     Args:
-        backend: ``default`` changes nothing.
+        backend: ``default`` changes nothing, but for what ``full_determinism`` does.
+        full_determinism: leaves out ``ANY_ORDER``.
         only: with it, attention that ``backend`` cannot compute raises RuntimeError.
     """
-    if backend == "default":
+    if backend == "default" and not full_determinism:
         yield
         return
     _choose_once()
-    first = _KERNELS[backend]
-    rest = [] if only else [kernel for kernel in _KERNELS.values() if kernel is not first]
-    with sdpa_kernel([first, *rest], set_priority=True):
+    allowed = {name: kernel for name, kernel in _KERNELS.items() if not (full_determinism and name in ANY_ORDER)}
+    first = [kernel for name, kernel in allowed.items() if name == backend]
+    rest = [kernel for name, kernel in allowed.items() if name != backend and not only]
+    with sdpa_kernel([*first, *rest], set_priority=True):
         yield
+
+
+@contextmanager
+def in_one_order(wanted: bool) -> Iterator[None]:
+    """Within this context a backward adds in one order, so that it has the same bits whenever it runs.
+
+    Torch's flag for it holds for the whole process and refuses much that training needs nowhere, so it is set for
+    the backwards of blocks alone. There attention is all that it changes.
+    """
+    if not wanted:
+        yield
+        return
+    if os.environ.get(_WORKSPACES) not in _ORDERED_WORKSPACES:  # or products are refused
+        os.environ[_WORKSPACES] = _ORDERED_WORKSPACES[0]
+    enabled, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    settings: Any = torch.utils.deterministic
+    fills = settings.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    settings.fill_uninitialized_memory = False  # takes time, and nobody reads it
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(enabled, warn_only=warns)
+        settings.fill_uninitialized_memory = fills
 
 
 @cache

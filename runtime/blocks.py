@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from lazysched.runtime.attention import attention
+from lazysched.runtime.attention import attention, in_one_order
 from lazysched.runtime.flat import flat_views
 from lazysched.runtime.saved import Graph, Kept, Packing, Saved
 from lazysched.runtime.skeleton import freeze, replace_with_placeholders
@@ -34,6 +34,7 @@ class BlockTemplate:
         weights: the flat store that is bound.
         views: the parameters in it.
         attention: the kernel of torch's attention that uncompiled code runs.
+        full_determinism: whether backwards run ``in_one_order``.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class BlockTemplate:
         self.weights = torch.empty(0)
         self.views: list[torch.Tensor] = []
         self.attention: AttentionBackend = "default"
+        self.full_determinism = False
         self._element_bytes = element_bytes
 
     def bind(self, weights: torch.Tensor, stage: Stage) -> None:
@@ -58,7 +60,7 @@ class BlockTemplate:
 
     def run(self, hidden: torch.Tensor, arguments: dict[str, Any]) -> torch.Tensor:
         """Output of the block, [rows, tokens, hidden]."""
-        with attention(self.attention):
+        with attention(self.attention, full_determinism=self.full_determinism):
             output = self.module(hidden, **arguments)
         return output[0] if isinstance(output, tuple) else output
 
@@ -144,7 +146,8 @@ class EagerForm:
                 output = self._template.run(leaf, arguments)
         trained = [param for param in self._template.params if param.requires_grad]
         wanted = [*trained, leaf] if self._input_grad else trained
-        grads = torch.autograd.grad([output], wanted, [output_grad], materialize_grads=True)
+        with in_one_order(self._template.full_determinism):
+            grads = torch.autograd.grad([output], wanted, [output_grad], materialize_grads=True)
         if self._input_grad:
             input_grad.copy_(grads[-1])
         add_gradients(targets, grads[: len(trained)], first)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._pytree import tree_leaves
 
+from lazysched.runtime.attention import in_one_order
 from lazysched.runtime.blocks import BlockTemplate
 from lazysched.runtime.saved import CompiledGraph, Kept, Packing, Saved
 from lazysched.runtime.straight import run_straight
@@ -49,7 +50,8 @@ class CompiledForm:
         saved.kept.storages.clear()
         saved.kept.input = None
         inputs += [output_grad, input_grad]
-        run_straight(self._graph.backward, inputs, self._graph.straight, targets, first=first, skip=0)
+        with in_one_order(self._template.full_determinism):
+            run_straight(self._graph.backward, inputs, self._graph.straight, targets, first=first, skip=0)
 
     def _run_forward(self, hidden: torch.Tensor, arguments: dict[str, Any], output: torch.Tensor) -> Any:
         template = self._template

@@ -35,6 +35,7 @@ class Model:
         micro_batch: rows that go through at once.
         seq_len: tokens of a row.
         attention_backend: kernel of torch's attention.
+        full_determinism: whether the backward of attention is to add in one order on a GPU, as a CPU's does anyway.
         packing: whether rows hold several samples.
         trainable: patterns of the parameters that are trained; none: all.
 
@@ -47,7 +48,8 @@ class Model:
 
     def __init__(
         self, config: PretrainedConfig, compute_dtype: Dtype, device: torch.device, *, micro_batch: int, seq_len: int,
-        attention_backend: AttentionBackend = "default", packing: bool = False, trainable: Sequence[str] = (),
+        attention_backend: AttentionBackend = "default", full_determinism: bool = False, packing: bool = False,
+        trainable: Sequence[str] = (),
     ) -> None:  # fmt: skip
         architecture = Architecture(config)
         self.dtype: torch.dtype = getattr(torch, compute_dtype)
@@ -64,6 +66,7 @@ class Model:
             for structure, stage in first.items()
         }
         self.initialise_module = architecture.model._init_weights
+        self.full_determinism = full_determinism and device.type == "cuda"
         self.use_attention(attention_backend)
         self._joints: dict[str, JointGraph] = {}
         self._forms: dict[tuple[str, float | None, bool, bool], BlockForm] = {}
@@ -80,7 +83,7 @@ class Model:
         """Run and trace blocks with this kernel of torch's attention; forms built before keep theirs."""
         self._attention: AttentionBackend = backend
         for template in self.templates.values():
-            template.attention = backend
+            template.attention, template.full_determinism = backend, self.full_determinism
 
     def _record(self, architecture: Architecture, micro_batch: int, seq_len: int, packing: bool) -> Calls:
         # Only row 0 is looked up, so one row that repeats stands for the whole matrix.
@@ -157,7 +160,7 @@ class Model:
 
         if stage.structure not in self._joints:
             shapes, module = list(stage.params.values()), self.templates[stage.structure].module
-            with _explained(stage), attention(self._attention):
+            with _explained(stage), attention(self._attention, full_determinism=self.full_determinism):
                 self._joints[stage.structure] = JointGraph(
                     module, shapes, self.calls.hidden_shape, self.arguments(stage), self.dtype, self.device
                 )

@@ -117,7 +117,7 @@ def make_recording(plan: Plan, hardware_id: str, program: Program, intervals: It
     return Recording(
         model_id=plan.model_id, hardware_id=hardware_id, compute_dtype=plan.compute_dtype, seq_len=plan.seq_len,
         micro_batch=plan.micro_batch, loss_chunk_tokens=plan.loss_chunk_tokens, both_ways=both_ways(program),
-        packing=plan.packing, trainable=plan.trainable, steps=sorted(steps),
+        full_determinism=plan.full_determinism, packing=plan.packing, trainable=plan.trainable, steps=sorted(steps),
         durations=[
             TimedOp(cost=cost, num_bytes=num_bytes, num_params=num_params, duration=Timing.of(values))
             for (cost, num_bytes, num_params), values in durations_s.items()

@@ -18,6 +18,11 @@ from lazysched.runtime.tensor_reader import TensorReader, open_safetensors
 from lazysched.runtime.training_state import MANIFEST_FILE, Manifest, TrainingState, Value, differences
 from lazysched.step_rows import LOG_FILE, rows_of
 
+ANY_ORDER_TOLD = (
+    "attention adds in any order on this GPU, so the run goes on within rounding; profile with --full-determinism for "
+    "the bits of a run never interrupted"
+)
+
 
 @dataclass(frozen=True)
 class Checkpoint:

@@ -25,7 +25,7 @@ from lazysched.runtime.loop import Breaks, History, TrainingLoop
 from lazysched.runtime.progress import ProgressReport
 from lazysched.runtime.recorder import Recorder, make_recording
 from lazysched.runtime.reporters import Reporters
-from lazysched.runtime.resuming import Checkpoint, restore
+from lazysched.runtime.resuming import ANY_ORDER_TOLD, Checkpoint, restore
 from lazysched.runtime.run_inputs import RunInputs, held_out_loss
 from lazysched.runtime.run_memory import RunMemory, out_of_memory
 from lazysched.runtime.saving import Checkpoints, SavingPolicy
@@ -162,6 +162,8 @@ class Run:
     def _fill(self, session: Session) -> None:
         if self.start is not None:
             restore(session, self.start)
+            if session.device.type == "cuda" and not self.plan.full_determinism:
+                say(self.console, ANY_ORDER_TOLD)
             return
         if self.init == "random":
             session.initialise(self.settings.seed)

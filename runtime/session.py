@@ -58,7 +58,8 @@ class Session:
         self.plan, self.config, self.device = plan, config, device
         self.model = Model(
             config, plan.compute_dtype, device, micro_batch=plan.micro_batch, seq_len=plan.seq_len,
-            attention_backend=plan.attention, packing=plan.packing, trainable=plan.trainable,
+            attention_backend=plan.attention, full_determinism=plan.full_determinism, packing=plan.packing,
+            trainable=plan.trainable,
         )  # fmt: skip
         if self.model.model_id != plan.model_id:
             raise UsageError(

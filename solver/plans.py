@@ -63,6 +63,7 @@ def make_plan(instance: Instance, choices: Choices, *, budget_bytes: Mapping[Tie
         hardware_id=profile.hardware_id,
         compute_dtype=profile.compute_dtype,
         attention=profile.attention,
+        full_determinism=profile.full_determinism,
         packing=profile.packing,
         trainable=profile.trainable,
         argument_bytes=profile.argument_bytes.get(candidate.micro_batch, 0),

@@ -120,6 +120,8 @@ class Plan(Document):
     """Tokens whose logits exist at once in the head."""
     attention: AttentionBackend = "default"
     """Kernel of torch's attention that the variants were measured with."""
+    full_determinism: bool = False
+    """Whether a GPU's blocks keep to attention kernels whose backward adds in one order: equal runs, equal bits."""
     packing: bool = False
     """Whether a row holds several samples, which do not see each other."""
     argument_bytes: int = Field(default=0, ge=0)
@@ -169,6 +171,11 @@ class Plan(Document):
         rows = self.micro_batch * self.accumulation * self.world_size
         if rows != self.batch_size:
             raise ValueError(f"batch_size must be micro_batch * accumulation * world_size = {rows}")
+        if self.full_determinism and self.attention == "cudnn":
+            raise ValueError(
+                "full_determinism does not go with attention cudnn, whose backward adds in any order; profile with "
+                "--full-determinism and solve again, or set false"
+            )
         if self.packing != (self.argument_bytes > 0):
             raise ValueError(
                 f"packing is {str(self.packing).lower()} and argument_bytes {self.argument_bytes}; profile with "

@@ -173,6 +173,8 @@ class Profile(Document):
     """Tokens whose logits exist at once in the head."""
     attention: AttentionBackend = "default"
     """Kernel of torch's attention that was fastest; all variants run with it."""
+    full_determinism: bool = False
+    """Whether a GPU's blocks kept to attention kernels whose backward adds in one order: equal runs, equal bits."""
     packing: bool = False
     """Whether blocks were measured with rows of several samples, which do not see each other."""
     trainable: list[str] = Field(default_factory=list)

@@ -45,6 +45,8 @@ class Recording(Document):
     """Rows that went through a stage at once."""
     loss_chunk_tokens: int = Field(ge=1)
     """Tokens whose logits exist at once in the head."""
+    full_determinism: bool = False
+    """The plan's."""
     packing: bool = False
     """Whether rows held several samples."""
     trainable: list[str] = Field(default_factory=list)

@@ -90,6 +90,7 @@ PLAN_ROWS = (
     Bad("neither variants nor profile", SIMULATE, ("profile: null", "--profile"), plan(lambda d: d.update(variants={}, profile=None))),
     Bad("another model", TRAIN, ("plan: model_id: solved for nobody", "profile and solve"), plan(lambda d: d.update(model_id="nobody")), shown=SUMMARY),
     Bad("another length", TRAIN, ("plan: stages.block.0.save", "bytes of input", "profile and solve again"), plan(lambda d: d.update(seq_len=16)), shown=SUMMARY),
+    Bad("any order and full determinism", TRAIN, ("full_determinism does not go with attention cudnn", "--full-determinism"), plan(lambda d: d.update(attention="cudnn", full_determinism=True))),
     Bad("packed bytes without packing", TRAIN, ("packing is false and argument_bytes 5",), plan(lambda d: d.update(argument_bytes=5))),
     Bad("a loss in no tokens", TRAIN, ("{plan}: loss_chunk_tokens: is 0",), plan(lambda d: d.update(loss_chunk_tokens=0))),
     Bad("attention that there is not", TRAIN, ("{plan}: attention: is 'flesh'",), plan(lambda d: d.update(attention="flesh"))),

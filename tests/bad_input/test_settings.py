@@ -122,6 +122,7 @@ ROWS = (
         "another length than planned", COMMAND, ("max_length: 4096", "the plan has 24", "solve"),
         with_changes(cutoff_len=4096),
     ),
+    Bad("other determinism than planned", COMMAND, ("full_determinism: True", "plan has False"), with_changes(full_determinism=True)),
     Bad("other packing than planned", COMMAND, ("packing: True", "plan has False"), with_changes(packing=True)),
     Bad("other dtype than planned", COMMAND, ("bf16: True", "plan has False"), with_changes(bf16=True)),
     Bad(
