@@ -7,6 +7,11 @@ from dataclasses import dataclass
 
 from lazysched.schemas import Profile, Tier
 
+LARGE_PAGE_BYTES, SMALL_PAGE_BYTES = 20 * 2**20, 2 * 2**20
+"""What torch's allocator takes from a GPU's driver at once, for its pools of large and of small tensors."""
+PARTLY_USED_BYTES = LARGE_PAGE_BYTES + SMALL_PAGE_BYTES
+"""Of the last page of each pool so much may be unused."""
+
 
 @dataclass(frozen=True)
 class MachineMemory:

@@ -15,6 +15,7 @@ from typing import Literal
 
 from lazysched.errors import UsageError
 from lazysched.flat_store import aligned
+from lazysched.machine_memory import PARTLY_USED_BYTES
 from lazysched.profiles.shapes import BlockShape, ModelShape
 from lazysched.profiles.variant_costs import COMPILED, UNCOMPILED, Redone, VariantCosts, variant_name
 from lazysched.schemas import BYTES_PER_ELEMENT, Curve, Hardware, Profile, Rate, SaveVariant, Stage, Tier, Timing
@@ -226,7 +227,7 @@ class _Estimate:
             for block in self.shape.blocks.values()
             for costs in COMPILED
         )
-        return round(FRAGMENTATION_SHARE * largest * rows * self.seq_len)
+        return round(FRAGMENTATION_SHARE * largest * rows * self.seq_len) + PARTLY_USED_BYTES
 
     # ---- machine
 

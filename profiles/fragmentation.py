@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from lazysched.machine_memory import PARTLY_USED_BYTES
 from lazysched.runtime.blocks import BlockForm
 
 NUM_BLOCKS = 6
@@ -21,7 +22,9 @@ def fragmentation_bytes(
     form: BlockForm, arguments: dict[str, Any], hidden: torch.Tensor, targets: Sequence[torch.Tensor],
     loss: Callable[[], object],
 ) -> int:  # fmt: skip
-    """Peak of what is reserved less the peak of what is in use; libraries must have their workspaces already.
+    """Peak of what is reserved less the peak of what is in use, and what a step may leave unused of its last pages.
+
+    Libraries must have their workspaces already.
 
     Args:
         form: of a block that is bound to weights.
@@ -42,4 +45,4 @@ def fragmentation_bytes(
     while saved:
         form.backward(saved.pop(), arguments, hidden, result, targets, first=True)
     stats = torch.cuda.memory_stats(device)
-    return int(stats["reserved_bytes.all.peak"] - stats["allocated_bytes.all.peak"])
+    return int(stats["reserved_bytes.all.peak"] - stats["allocated_bytes.all.peak"]) + PARTLY_USED_BYTES

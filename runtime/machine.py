@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil  # type: ignore[import-untyped]
 import torch
 
+from lazysched.machine_memory import LARGE_PAGE_BYTES
 from lazysched.runtime.host_memory import host_memory as host_memory
 
 _ROOT = Path("/")
@@ -67,6 +68,8 @@ def hold_to_budget(device: torch.device, budget_bytes: int | None, planned_outsi
 def claim(device: torch.device, planned_bytes: int, planned_outside_bytes: int = 0) -> None:
     """Take from the driver now what a plan will need, so that no step has to ask, and nobody else can take it first.
 
+    Whole pages alone: rounded up, they would be beyond a budget that the plan fills.
+
     Args:
         device: nothing happens unless it is a CUDA device.
         planned_bytes: what this process will hold on the GPU at most, the driver's context included.
@@ -79,7 +82,8 @@ def claim(device: torch.device, planned_bytes: int, planned_outside_bytes: int =
         return
     outside_bytes = max(context_bytes(device), planned_outside_bytes)
     missing_bytes = planned_bytes - outside_bytes - torch.cuda.memory_reserved(device)
-    torch.empty(max(0, missing_bytes), dtype=torch.uint8, device=device)
+    whole_bytes = missing_bytes // LARGE_PAGE_BYTES * LARGE_PAGE_BYTES
+    torch.empty(max(0, whole_bytes), dtype=torch.uint8, device=device)
 
 
 def give_back_heap() -> None:

@@ -77,20 +77,6 @@ def test_a_cpu_needs_none_of_it() -> None:
     assert not block(True, "cpu").full_determinism
 
 
-def gradients(model: Model, budget: float | None) -> list[torch.Tensor]:
-    """Of the input, then of the weights, by one run of the model's block."""
-    torch.manual_seed(1)
-    stage = model.stages[1]
-    template, form = model.templates[stage.structure], model.block_form(stage, budget, keep=True)
-    template.bind(random_weights(stage, model.dtype, model.device), stage)
-    hidden, output_grad = (random_normal(model.calls.hidden_shape, model.dtype, model.device) for _ in range(2))
-    output, input_grad = torch.empty_like(hidden), torch.empty_like(hidden)
-    targets = [torch.empty_like(view) for view in template.views]
-    arguments = model.arguments(stage)
-    form.backward(form.forward(hidden, arguments, output), arguments, output_grad, input_grad, targets, first=True)
-    return [input_grad, *targets]
-
-
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("wanted", [False, True])
 def test_forms_keep_to_it_in_their_backward_alone(
@@ -126,9 +112,25 @@ def test_forms_keep_to_it_in_their_backward_alone(
 @pytest.mark.parametrize("budget", [pytest.param(budget, marks=ON_GPU) for budget in (None, 1.0, 0.0)])
 def test_backwards_have_the_same_bits_whenever_they_run(budget: float | None) -> None:
     model = block(True, "cuda")
-    first = gradients(model, budget)
+    stage = model.stages[1]
+    template, form, arguments = (
+        model.templates[stage.structure],
+        model.block_form(stage, budget, True),
+        model.arguments(stage),
+    )
+    template.bind(random_weights(stage, model.dtype, model.device), stage)
+    hidden, output_grad = (random_normal(model.calls.hidden_shape, model.dtype, model.device) for _ in range(2))
+
+    def gradients() -> list[torch.Tensor]:
+        output, input_grad = torch.empty_like(hidden), torch.empty_like(hidden)
+        targets = [torch.empty_like(view) for view in template.views]
+        saved = form.forward(hidden, arguments, output)
+        form.backward(saved, arguments, output_grad, input_grad, targets, first=True)
+        return [input_grad, *targets]
+
+    first = gradients()
     for _ in range(10):
-        assert all(torch.equal(one, other) for one, other in zip(first, gradients(model, budget), strict=True))
+        assert all(torch.equal(one, other) for one, other in zip(first, gradients(), strict=True))
 
 
 @pytest.mark.parametrize("backend", [pytest.param("default", marks=ON_GPU)])

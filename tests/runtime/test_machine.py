@@ -12,7 +12,8 @@ import psutil
 import pytest
 import torch
 
-from lazysched.runtime.machine import device_memory, hardware_id, host_memory, peak_rss_bytes
+from lazysched.machine_memory import LARGE_PAGE_BYTES
+from lazysched.runtime.machine import claim, device_memory, hardware_id, host_memory, peak_rss_bytes
 
 GB = 10**9
 V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_active_file", "total_inactive_file")
@@ -129,3 +130,17 @@ def test_hardware_id_names_the_gpu(machine: Machine, monkeypatch: pytest.MonkeyP
     assert re.fullmatch(r"cuda-NVIDIA-H200-139GiB-\d+cores-[0-9a-f]{8}", name)
     properties.total_memory = 80_000_000_000
     assert hardware_id(torch.device("cuda"), machine.root)[-8:] != name[-8:]
+
+
+@pytest.mark.parametrize(("free_pages", "claimed_pages"), [(3.9, 3), (3, 3), (0.9, 0), (-1, 0)])
+def test_what_is_claimed_is_whole_pages_within_the_plan(
+    monkeypatch: pytest.MonkeyPatch, free_pages: float, claimed_pages: int
+) -> None:  # fmt: skip
+    """Rounded up to the allocator's next page, a plan that fills its budget was refused as it began."""
+    held, outside, sizes = 5 * LARGE_PAGE_BYTES, 10**9, list[int]()
+    monkeypatch.setattr("lazysched.runtime.machine.context_bytes", lambda device: outside - 7)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: held)
+    monkeypatch.setattr(torch, "empty", lambda size, **_: sizes.append(size))
+    planned = outside + held + round(free_pages * LARGE_PAGE_BYTES)
+    claim(torch.device("cuda"), planned, outside)
+    assert sizes == [claimed_pages * LARGE_PAGE_BYTES]
