@@ -97,8 +97,10 @@ def _silent_stdout() -> Iterator[None]:
         os.close(kept)
 
 
-GAVE_UP = highspy.HighsModelStatus.kUnknown, highspy.HighsModelStatus.kSolveError
-"""Numerical trouble, with nothing to rely on."""
+GAVE_UP = (
+    highspy.HighsModelStatus.kUnknown, highspy.HighsModelStatus.kSolveError, highspy.HighsModelStatus.kNotset,
+)  # fmt: skip
+"""Numerical trouble, or stopped before anything was known: nothing to rely on."""
 
 
 def solve_problem(

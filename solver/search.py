@@ -171,7 +171,7 @@ def _single_changes(row: Ints, values: list[Ints]) -> Ints:
 
 def _segment_changes(row: Ints, instance: Instance) -> Ints:
     """Rows in which all blocks of one segment, or of where one could be, save alike: together or each by itself."""
-    rows = []
+    rows: list[Ints] = []
     for i, options in enumerate(instance.saves):
         for length in {option.segment for option in options if option.segment > 1 and option.place == 0}:
             blocks = slice(i, i + length)
@@ -180,7 +180,7 @@ def _segment_changes(row: Ints, instance: Instance) -> Ints:
                     changed = row.copy()
                     changed[blocks] = o
                     rows.append(changed)
-    return np.array(rows)
+    return np.array(rows, dtype=row.dtype).reshape(len(rows), len(row))
 
 
 def _exchanges(row: Ints, kinds: list[int], random: np.random.Generator) -> Ints:

@@ -49,6 +49,7 @@ class SegmentRows:
         for w in self.rows.backward_blocks:
             self._own_rows(w)
             self._order_rows(w)
+            self._fetch_rows(w)
 
     def _block(self, window: int) -> int:
         block = self.rows.block(window)
@@ -79,18 +80,24 @@ class SegmentRows:
         return uploads
 
     def _first_use_rows(self, upload: pulp.LpVariable, block: int, last: int, length: int) -> None:
-        """``upload`` lasts as long as that of ``block`` if it streams in the segment that ``last`` ends.
+        """``upload`` lasts as long as that of ``block`` if it is needed in the segment that ``last`` ends."""
+        for needed in self._needs(block, last, length):
+            self.problem += upload >= self.load_s[block] * needed
 
-        Of the last segment only where more of its blocks stream than there are slots, or it still lies in one.
+    def _needs(self, block: int, last: int, length: int) -> list[Expression]:
+        """Expressions of which one is 1 if ``block`` is uploaded for the segment's second run, else all are 0 or less.
+
+        It streams in that segment, and lies in no slot any more since its forward: of the blocks from the segment's
+        first on, as many others as there are slots stream. Near the end these are few enough to go through all.
         """
-        needed = self.streams[block] + self._in(last, length, length - 1) - 1
-        if length <= self.num_slots:  # all of them may still lie in slots from their forward
-            needed -= self._left(block)
-        others = [other for other in range(last - length + 1, last + 1) if other != block]
-        count = self.num_slots if last == self.rows.num_blocks - 1 else 0
-        for used in itertools.combinations(others, count):
-            all_of = needed + pulp.lpSum(self.streams[other] - 1 for other in used)
-            self.problem += upload >= self.load_s[block] * all_of
+        streams_there = self.streams[block] + self._in(last, length, length - 1) - 1
+        if last < self.rows.num_blocks - 1 and block < self.rows.num_blocks - self.num_slots:
+            return [streams_there - self._left(block)]
+        others = [other for other in range(last - length + 1, self.rows.num_blocks) if other != block]
+        return [
+            streams_there + pulp.lpSum(self.streams[other] - 1 for other in used)
+            for used in itertools.combinations(others, self.num_slots)
+        ]
 
     def _own_rows(self, window: int) -> None:
         """Upload for the backward itself: of a segment's blocks but the last only where it has left its slot since."""
@@ -109,7 +116,8 @@ class SegmentRows:
         self.problem += rows.load[window] >= load_s * again
         for length in self.lengths:
             place = block % length
-            after = range(block + 1, block - place + length)
+            end = block - place + length
+            after = range(block + 1, end if end <= rows.num_blocks else block + 1)  # no segment ends beyond the blocks
             for others in itertools.combinations(after, self.num_slots):
                 used = pulp.lpSum(self.streams[other] for other in others)
                 all_of = self._in(block, length, place) + stream + used - (1 + len(others))
@@ -129,8 +137,17 @@ class SegmentRows:
             if last % length != length - 1 or self._at_turn(window, length):
                 continue
             first = last - length + 1
-            off = 2 - self.streams[first] - self._in(last, length, length - 1)
-            if length <= self.num_slots:
-                off += self._left(first)
             ready = rows.tx[window] + self.load_s[first]
-            self.problem += rows.tc[window] >= ready - (rows.horizon_s + self.load_s[first]) * off
+            for needed in self._needs(first, last, length):
+                self.problem += rows.tc[window] >= ready - (rows.horizon_s + self.load_s[first]) * (1 - needed)
+
+    def _fetch_rows(self, window: int) -> None:
+        """The input that a segment runs again from is fetched once its first block has sent it."""
+        rows, last = self.rows, self._block(window)
+        for length in self.lengths:
+            if last % length != length - 1:
+                continue
+            sent = rows.num_windows - 1 - window - (length - 1)
+            off_s = rows.off_s * (1 - self._in(last, length, length - 1) + rows.stays(sent))
+            for copied in rows.first_copies(sent):
+                self.problem += rows.fetches[window] >= copied + rows.save[sent] - off_s

@@ -165,8 +165,9 @@ class TimeRows(WindowDurations):
             self.problem += start >= self._fetch_slots.free - self.longest_step_s * idle
         saved = self.num_windows - 1 - window  # the window that sent it away
         idle_s = self.off_s * self.stays(window)
-        for copied in self._first_copies(saved):
-            self.problem += start >= copied + self.save[saved] - idle_s
+        # What a segment fetches was sent by its first block: ``segment_rows`` have a row for it.
+        for copied in self.first_copies(saved):
+            self.problem += start >= copied + self.save[saved] - idle_s - self.off_s * self.ends_segment(window)
         behind_s = self._behind_s * self.stays(window)
         self.problem += self.tc[window] >= start + self.fetch[window] - behind_s
         end = start + first * self.fetch[window]
@@ -195,7 +196,7 @@ class TimeRows(WindowDurations):
         self.fetch_ends[window] = end
         return end
 
-    def _first_copies(self, window: int) -> list[Expression]:
+    def first_copies(self, window: int) -> list[Expression]:
         """What the first copy of a forward block's window comes after, if anything leaves there."""
         if self.m == 1:
             return [1 * self.ty[window]]

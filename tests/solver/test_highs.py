@@ -71,7 +71,7 @@ def test_nothing_is_printed(capfd: pytest.CaptureFixture[str]) -> None:
     assert captured.err == ""
 
 
-@pytest.mark.parametrize("status", ["kUnknown", "kSolveError"])
+@pytest.mark.parametrize("status", ["kUnknown", "kSolveError", "kNotset"])
 def test_numerical_trouble_proves_nothing(status: str) -> None:
     found = getattr(highspy.HighsModelStatus, status)
     model = SimpleNamespace(getModelStatus=lambda: found, getInfo=lambda: None)

@@ -123,6 +123,56 @@ def test_window_replay_and_program_agree_with_the_simulator(
         assert count_bound_s(instance, PLENTY, 2) <= simulated_s * (1 + 1e-9)
 
 
+def few_blocks_on_slow_links(seed: int) -> tuple[Profile, Instance, Choices]:
+    """Two to six blocks, so that segments end anywhere among those that still lie in slots; uploads bind."""
+    draw = random.Random(seed)
+    profile = tiny_profile(
+        draw.randint(2, 6), micro_batches=(1, 2), block_params=draw.randint(3, 30) * 100_000,
+        vocabulary_params=draw.randint(1, 10) * 100_000, saved_bytes=draw.choice((1, 2, 5, 30)) * MB,
+        tied=draw.random() < 0.4, link_bytes_per_s=10 ** draw.uniform(7.2, 8.5),
+        cpu_params_per_s=10 ** draw.uniform(7, 9.5),
+    )  # fmt: skip
+    micro_batch, accumulation = draw.choice((1, 2)), draw.choice((1, 1, 2, 3))
+    lag, depth = draw.choice((0, 1)), draw.choice((1, 2))
+    limit = draw.choice(offload_limits(profile, micro_batch)[:2])
+    state_format: StateFormat = draw.choice(("hybrid8", "fp32"))
+    candidate = Candidate(micro_batch, accumulation, depth, lag, offload_limit_bytes=limit)
+    instance = instance_of(profile, candidate, draw.choice((EXACT, EXACT, EARLY)), state_format)
+    states = [draw.choice(own) for own in instance.states]
+    if draw.random() < 0.5:
+        states = [draw.choice(("streamed", "gpu")) for _ in states]
+    saves = tuple(drawn_saves(instance, draw))
+    return profile, instance, Choices(tuple(states), saves, draw.randrange(len(instance.vocabulary_options)))
+
+
+@pytest.mark.parametrize("seed", [24, 99, 131, 169, 197, 361, 385, 1585, *range(2000, 2040)])
+def test_uploads_and_fetches_of_segments_wait_for_no_more_than_in_the_simulator(seed: int) -> None:
+    """The program, and with it a bound, was above by up to 28 % where blocks of a segment still lay in their slots, and
+    by 10 % where the first of several micro-batches is fetched for it."""
+    profile, instance, choices = few_blocks_on_slow_links(seed)
+    period_s = fixed_period(instance, choices, PLENTY)
+    assert period_s is not None
+    assert period_s <= replayed(profile, instance, choices).step_s * (1 + 1e-3)
+
+
+@pytest.mark.parametrize("num_blocks", [3, 7, 11])
+def test_the_last_blocks_may_be_in_no_segment(num_blocks: int) -> None:
+    """The third last of 4k + 3 has the place of the first in a segment of four that is not there."""
+    solution = solve(
+        tiny_profile(num_blocks), batch_size=1, gpu_memory_bytes=10**8, host_memory_bytes=6 * 10**8,
+        executable_only=False, time_limit_s=5,
+    )  # fmt: skip
+    assert solution.plan.predicted is not None
+
+
+def test_pins_may_leave_no_segment_to_change() -> None:
+    solution = solve(
+        tiny_profile(2), batch_size=1, gpu_memory_bytes=6 * 10**7, host_memory_bytes=5 * 10**8,
+        executable_only=False, time_limit_s=5, pins=["block[0].input_tier=host", "block[1].input_tier=gpu"],
+    )  # fmt: skip
+    assert [solution.plan.stages[f"block.{i}"].input_tier for i in range(2)] == ["host", "gpu"]
+
+
 def test_rows_allow_exactly_what_fits() -> None:
     for _, instance, choices in list(cases(EXACT, 1))[::9]:
         memory = WindowReplay(instance).memory(ChoiceBatch.of([choices]))
