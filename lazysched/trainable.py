@@ -98,7 +98,7 @@ def check_trained(patterns: Sequence[str], plan: Plan) -> None:
     """
     if set(patterns) == set(plan.trainable):
         return
-    if plan.profile is not None and _trains(patterns, plan.profile.stages):
+    if plan.profile is not None and trains(patterns, plan.profile.stages):
         return
     planned = ", ".join(plan.trainable) or "everything"
     raise UsageError(
@@ -106,7 +106,7 @@ def check_trained(patterns: Sequence[str], plan: Plan) -> None:
     )
 
 
-def _trains(patterns: Sequence[str], stages: Sequence[Stage]) -> bool:
+def trains(patterns: Sequence[str], stages: Sequence[Stage]) -> bool:
     """Whether ``patterns`` choose what is trained of ``stages``."""
     whole = [stage.model_copy(update={"trainable": True}) for stage in stages]
     chosen = select_trained(whole, patterns)

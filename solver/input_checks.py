@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 
 from lazysched.errors import UsageError, short_repr
 from lazysched.schemas import BYTES_PER_ELEMENT, Profile, SaveVariant, Stage, Tier
+from lazysched.trainable import trains
 
 MAX_BLOCKS = 512
 """The search compares all pairs of blocks; the largest open models have 126."""
@@ -68,6 +69,9 @@ def check_model(profile: Profile) -> None:
         _check_stage(stage, element_bytes)
     if not any(stage.is_trained for stage in profile.stages):
         raise _refusal("stages", "no parameter is trained")
+    if not trains(profile.trainable, profile.stages):
+        trained = ", ".join(profile.trainable) or "everything"
+        raise _refusal("trainable", f"{trained} is not what its stages train")
     blocks = {stage.structure for stage in profile.stages if stage.is_block}
     for structure, by_size in profile.variants.items():
         for size, variants in by_size.items():

@@ -231,6 +231,7 @@ def test_profile_passes_every_micro_batch_and_writes(in_tmp: Path, monkeypatch: 
     assert measure == {
         "device": "cpu", "dtype": None, "seq_len": 1024, "micro_batches": [2, 8], "storage_dir": None,
         "compiled": None, "packing": False, "pin_limit_bytes": 1_500_000_000, "trainable": None,
+        "full_determinism": False,
     }  # fmt: skip
     assert Profile.load("new.yaml") == PROFILE
 

@@ -50,6 +50,9 @@ def micro_batch(size: int) -> Callable[[Document], None]:
 
 
 SPOILED: dict[str, tuple[Callable[[Document], Any], str]] = {
+    "trained otherwise": (lambda p: p.update(trainable=["block.0"]), "trainable: block.0 is not what its stages train"),
+    "trained nowhere": (lambda p: p.update(trainable=["zzz"]), "trainable: 'zzz' is in no parameter's name"),
+    "no expression": (lambda p: p.update(trainable=["("]), "trainable: '(' is no regular expression"),
     "negative size": (lambda p: block(p).update(weight_bytes=-4), "stages.1.weight_bytes: is -4"),
     "negative saved size": (lambda p: variant(p)["saved"].update(input=-1), "variants.block.1.0.saved.input: is -1"),
     "negative context": (lambda p: p.update(context_bytes=-1), "context_bytes: is -1"),
