@@ -25,12 +25,14 @@ from lazysched import data_commands, doctor_command, evaluate_command, plan_comm
 from lazysched.__main__ import INTERRUPTED
 from lazysched.cli_hardware import measure_machine, show_machine
 from lazysched.errors import LazyschedError, UsageError, short_repr
+from lazysched.foreign_settings import advice, flag_of
 from lazysched.lines import warn
 from lazysched.outputs import require_folder_of, require_no_input
 from lazysched.progress import profile_shown
 from lazysched.schemas import Profile
 from lazysched.solve_command import solve
 from lazysched.train_command import train
+from lazysched.train_config import ALIASES, TrainConfig
 from lazysched.trainable import trained_share
 from lazysched.units import parse_bytes
 
@@ -65,6 +67,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except LazyschedError as error:
         return _report(str(error), error.exit_code)
     except TyperException as error:
+        if (instead := _instead_of_flag(error)) is not None:
+            return _report(f"{error.message}; {instead}", error.exit_code)
         return _report(f"{_with_value(error)}; see --help of the command", error.exit_code)
     except BrokenPipeError:
         return _output_closed()
@@ -93,6 +97,18 @@ def _with_value(error: TyperException) -> str:
     text, cause = error.format_message().rstrip("."), error.__cause__
     value = cause.errors()[0]["input"] if isinstance(cause, ValidationError) else ""
     return text if str(value) in text else f"{text}, not {short_repr(value)}"
+
+
+def _instead_of_flag(error: TyperException) -> str | None:
+    """What to give in place of an unknown flag of ``train`` that other tools have; None for all other errors."""
+    # typer's class of this error is private.
+    flag, context = getattr(error, "option_name", None), getattr(error, "ctx", None)
+    if not isinstance(flag, str) or context is None or context.info_name != "train":
+        return None
+    name = flag.lstrip("-").replace("-", "_")
+    return (
+        f"write {flag_of(ALIASES[name])}" if name in ALIASES else advice(name, TrainConfig.model_fields, as_flags=True)
+    )
 
 
 def _output_closed() -> int:

@@ -5,15 +5,15 @@ Names are those of transformers' Trainer; what other tools call the same is take
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import yaml
-from pydantic import Field, ValidationError, field_validator
+from pydantic import Field, ValidationError, ValidationInfo, field_validator
 
 from lazysched.errors import UsageError
+from lazysched.foreign_settings import asks_for_nothing, unknown_settings
 from lazysched.schemas import Plan, Schema
 from lazysched.schemas.base import first_problem
 from lazysched.trainable import check_trained, patterns_of
@@ -24,7 +24,7 @@ ALIASES = {
     "eval_dataset": "eval_data", "micro_batch_size": "per_device_train_batch_size", "cutoff_len": "max_length",
     "sequence_len": "max_length", "max_seq_length": "max_length", "seq_len": "max_length",
     "num_epochs": "num_train_epochs", "lr_scheduler": "lr_scheduler_type",
-    "unfrozen_parameters": "trainable",
+    "unfrozen_parameters": "trainable", "sample_packing": "packing", "packed": "packing",
 }  # fmt: skip
 """What other tools say -> field."""
 ReporterName = Literal["tensorboard", "wandb", "trackio"]
@@ -34,10 +34,6 @@ PLANNED = (
     "full_determinism", "gpu_memory", "host_memory",
 )  # fmt: skip
 """What a plan decides."""
-_RUNS_CODE = "trust_remote_code"
-"""The setting by which other tools run Python files that lie beside weights."""
-MOST_TOLD = 20
-"""Keys that mean nothing, in one error."""
 NEEDED = ("model", "data", "output_dir")
 
 
@@ -128,6 +124,16 @@ class TrainConfig(Schema):
     @classmethod
     def _paths_are_text(cls, value: Any) -> Any:
         return str(value) if isinstance(value, Path) else value
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _truth_is_no_number(cls, value: Any, info: ValidationInfo) -> Any:
+        """YAML reads yes and on as true, which pydantic would take for 1."""
+        assert info.field_name is not None
+        kinds = _kinds(cls.model_fields[info.field_name].annotation)
+        if isinstance(value, bool) and kinds & {int, float} and bool not in kinds:
+            raise ValueError("write a number")
+        return value
 
     @field_validator("plan", "output_dir", "trace")
     @classmethod
@@ -244,13 +250,13 @@ def read_config(path: Path) -> dict[str, Any]:
         raise UsageError(f"{path}: holds no settings; write lines as learning_rate: 1e-5")
     found: dict[str, Any] = {}
     values = {str(key): value for key, value in read.items()}
-    unknown = [key for key in written if _field_of(key) is None]
-    if unknown:
-        raise UsageError(f"{path}: {_unknown(unknown)}")
+    _refuse_unknown(path, written, values)
     for key, name in [(key, _field_of(key)) for key in written]:
-        assert name is not None
+        if name is None:
+            continue
         if name in found:
-            raise UsageError(f"{path}: {key}: says {name} once more; keep one of them")
+            others = [other for other in written if _field_of(other) == name]
+            raise UsageError(f"{path}: {' and '.join(dict.fromkeys(others))}: {name} is said twice; keep one of them")
         found[name] = values[key]
     if isinstance(found.get("resume_from_checkpoint"), bool):  # transformers: the newest
         found["resume"] = found.pop("resume_from_checkpoint") or found.get("resume", False)
@@ -268,28 +274,20 @@ def _parsed(text: str) -> tuple[Any, list[str]]:
         loader.dispose()
 
 
+def _refuse_unknown(path: Path, written: list[str], values: Mapping[str, Any]) -> None:
+    """Refuse all keys that mean nothing here, in one error; what asks for nothing may stay."""
+    unknown = [key for key in written if _field_of(key) is None and not asks_for_nothing(key, values[key])]
+    if unknown:
+        raise UsageError(f"{path}: {unknown_settings(unknown, TrainConfig.model_fields, ALIASES)}")
+
+
+def _kinds(annotation: Any) -> set[Any]:
+    """The type, or those of a union."""
+    return set(get_args(annotation)) or {annotation}
+
+
 def _field_of(key: str) -> str | None:
     """The field that a key of a file means, if any."""
     spelled = key.replace("-", "_")
     name = ALIASES.get(spelled, spelled)
     return name if name in TrainConfig.model_fields else None
-
-
-def _unknown(keys: Sequence[str]) -> str:
-    """One line on all keys that mean nothing here, each with the nearest that does."""
-    near = {key: _nearest(key) for key in keys}
-    if _RUNS_CODE in (key.replace("-", "_") for key in keys):
-        return f"{', '.join(keys)}: unknown; remove them: lazysched runs no code out of a model's folder"
-    if len(keys) > 1:
-        told = [f"{key} (did you mean {name}?)" if name else key for key, name in near.items()]
-        more = [f"{len(told) - MOST_TOLD} more"] if len(told) > MOST_TOLD else []
-        listed = ", ".join([*told[:MOST_TOLD], *more])
-        return f"unknown settings: {listed}; remove or rename them, `lazysched train --help` lists what there is"
-    ((key, name),) = near.items()
-    remedy = f"did you mean {name}?" if name else "remove it; `lazysched train --help` lists what there is"
-    return f"{key}: unknown setting; {remedy}"
-
-
-def _nearest(key: str) -> str | None:
-    known = [*TrainConfig.model_fields, *ALIASES]
-    return next(iter(difflib.get_close_matches(key.replace("-", "_"), known, n=1, cutoff=0.7)), None)

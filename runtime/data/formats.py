@@ -8,7 +8,7 @@ from typing import Any
 
 from lazysched.errors import UsageError
 from lazysched.runtime.data.files import PlacedRow
-from lazysched.runtime.data.messages import OPENAI, SHAREGPT, read_messages
+from lazysched.runtime.data.messages import OPENAI, SHAREGPT, Tags, read_left_out, read_messages
 from lazysched.runtime.data.row import Conversation, Message, PlacedText, PlainText, Row, TokenIds, TrainingText
 
 IGNORED = -100
@@ -61,20 +61,36 @@ def _from_alpaca(row: Row) -> TrainingText:
 
 
 def _from_messages(row: Row) -> TrainingText:
-    return Conversation(read_messages(row, "messages", OPENAI), tools=row.tools("tools"))
+    return conversation_of(row, "messages", OPENAI)
 
 
 def _from_conversations(row: Row) -> TrainingText:
     first = row.objects("conversations")[0]
     tags = OPENAI if isinstance(first, dict) and {"role", "content"} <= first.keys() else SHAREGPT
-    messages = read_messages(row, "conversations", tags)
-    return Conversation(with_system(messages, row.optional_string("system")), tools=row.tools("tools"))
+    return conversation_of(row, "conversations", tags, system="system")
 
 
-def with_system(messages: tuple[Message, ...], system: str) -> tuple[Message, ...]:
-    """``messages`` after a system turn, where they do not begin with one of their own."""
-    has_own = messages[0]["role"] == "system"
-    return messages if has_own or not system else ({"role": "system", "content": system}, *messages)
+def conversation_of(
+    row: Row, key: str, tags: Tags, *, system: str | None = None, tools: str | None = "tools"
+) -> Conversation:
+    """The messages under ``key``, spelled as ``tags`` say.
+
+    Args:
+        row: has the column ``key``.
+        key: of the messages.
+        tags: keys and roles.
+        system: column of a system turn, put first where the messages do not begin with one of their own.
+        tools: column of the functions that may be called.
+
+    Raises:
+        UsageError: something in the row is not as it should be.
+    """
+    messages, left_out = read_messages(row, key, tags), read_left_out(row, key)
+    text = row.optional_string(system)
+    if text and messages[0]["role"] != "system":
+        messages = ({"role": "system", "content": text}, *messages)
+        left_out = tuple(index + 1 for index in left_out)
+    return Conversation(messages, tools=row.tools(tools), left_out=left_out)
 
 
 def _from_prompt(row: Row) -> TrainingText:
@@ -83,8 +99,9 @@ def _from_prompt(row: Row) -> TrainingText:
     if not row.is_list("prompt"):
         return PlainText(row.string("prompt"), row.string("completion"))
     prompt = read_messages(row, "prompt", OPENAI)
-    answer = read_messages(row, "completion", OPENAI)
-    return Conversation(prompt + answer, first_trained=len(prompt), tools=row.tools("tools"))
+    answer = conversation_of(row, "completion", OPENAI)
+    left_out = tuple(len(prompt) + index for index in answer.left_out)
+    return Conversation(prompt + answer.messages, len(prompt), answer.tools, left_out)
 
 
 def _from_tokens(row: Row) -> TrainingText:

@@ -6,11 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from lazysched.errors import short_repr
 from lazysched.runtime.data.row import Message, Row
 
 _FUNCTION_CALL = "function_call"
 _KEPT = ("name", "tool_call_id", "reasoning_content")
 """Keys beside role and content that templates know."""
+_IS_TRAINED = ("weight", "train", "training")
+"""Keys by which files leave a turn out: of OpenAI, and two of Axolotl."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +31,8 @@ class Tags:
     roles: Mapping[str, str] | None = None
 
 
-OPENAI = Tags()
+_ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
+OPENAI = Tags(roles={role: role for role in _ROLES})
 SHAREGPT = Tags(
     "from",
     "value",
@@ -46,6 +50,26 @@ def read_messages(row: Row, key: str, tags: Tags) -> tuple[Message, ...]:
         UsageError: something is not as ``tags`` say.
     """
     return tuple(_message(row, value, f"{key}[{index}]", tags) for index, value in enumerate(row.objects(key)))
+
+
+def read_left_out(row: Row, key: str) -> tuple[int, ...]:
+    """Indices of messages under ``key`` that are not to be trained: by ``weight``, ``train`` or ``training``.
+
+    Raises:
+        UsageError: one of these is neither true nor false, nor 1 or 0.
+    """
+    return tuple(
+        index for index, value in enumerate(row.objects(key)) if not _is_trained(row, value, f"{key}[{index}]")
+    )
+
+
+def _is_trained(row: Row, message: Mapping[str, Any], name: str) -> bool:
+    """Whether none of the message's own keys leaves it out."""
+    values = {key: message[key] for key in _IS_TRAINED if message.get(key) is not None}
+    for key, value in values.items():
+        if value not in (0, 1):
+            raise row.error(f"{name}[{key!r}] is {short_repr(value)}; write 0 to leave the turn out, 1 to train it")
+    return all(values.values())
 
 
 def _message(row: Row, value: Any, name: str, tags: Tags) -> Message:

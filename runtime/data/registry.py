@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from lazysched.errors import UNREADABLE_JSON, UsageError
-from lazysched.runtime.data.formats import RowFormat, asked, read_history, with_system
-from lazysched.runtime.data.messages import Tags, read_messages
+from lazysched.runtime.data.formats import RowFormat, asked, conversation_of, read_history
+from lazysched.runtime.data.messages import Tags
 from lazysched.runtime.data.row import Conversation, PlainText, Row, TrainingText
 
 REGISTRY = "dataset_info.json"
@@ -126,7 +126,6 @@ def _sharegpt(columns: dict[str, str], tags: dict[str, str], where: str) -> RowF
     spelled = Tags(tags.get("role_tag", "from"), tags.get("content_tag", "value"), roles)
 
     def parse(row: Row) -> TrainingText:
-        messages = with_system(read_messages(row, names["messages"], spelled), row.optional_string(names.get("system")))
-        return Conversation(messages, tools=row.tools(names.get("tools")))
+        return conversation_of(row, names["messages"], spelled, system=names.get("system"), tools=names.get("tools"))
 
     return RowFormat(where, (names["messages"],), parse)

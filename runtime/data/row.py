@@ -20,11 +20,13 @@ class Conversation:
         messages: in order; other roles than ``assistant`` are prompts.
         first_trained: assistant turns before this index belong to the prompt too.
         tools: functions that the assistant may call, as JSON schemas.
+        left_out: indices of assistant turns that the row asks not to train.
     """
 
     messages: tuple[Message, ...]
     first_trained: int = 0
     tools: tuple[dict[str, Any], ...] = ()
+    left_out: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

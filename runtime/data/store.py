@@ -23,7 +23,7 @@ from lazysched.runtime.data.formats import IGNORED
 from lazysched.runtime.folders import new_folder
 
 TokenArray = npt.NDArray[np.int32]
-CODE_VERSION = 1
+CODE_VERSION = 2
 """To be raised when the same rows would become other tokens or other files."""
 TRUNCATED, SPLIT_BOUNDARY, TOO_LONG, UNTRAINED = 1, 2, 4, 8
 """Flags of a row; the last two mark rows that are dropped."""

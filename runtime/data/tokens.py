@@ -116,7 +116,7 @@ class Encoder:
         self._check_tools(conversation, whole, where)
         turns = []
         for index in range(conversation.first_trained, len(messages)):
-            if messages[index]["role"] != "assistant":
+            if messages[index]["role"] != "assistant" or index in conversation.left_out:
                 continue
             if index == 0:
                 raise UsageError(f"{where}: the first message is the assistant's; put the user's message before it")

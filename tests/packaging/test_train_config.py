@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from lazysched.cli import main
+from lazysched.foreign_settings import INSTEAD
 from lazysched.runtime import reporters
 from lazysched.schemas import Plan, Prediction
 from lazysched.solver import simulate_plan, solve
@@ -169,8 +170,22 @@ def test_transformers_say_true_for_the_newest_checkpoint(run: Prepared) -> None:
     [
         ("learning_rat: 1e-5", "c.yaml: learning_rat: unknown setting; did you mean learning_rate?"),
         ("finetuning_typ: lora", "c.yaml: finetuning_typ: unknown setting; remove it"),
-        ("cutoff_len: 8\nmax_length: 8", "c.yaml: max_length: says max_length once more; keep one of them"),
-        ("seed: 1\nseed: 2", "c.yaml: seed: says seed once more; keep one of them"),
+        ("lr: 1e-5", "c.yaml: lr: unknown setting; write learning_rate"),
+        ("val-set-size: 0.1", "c.yaml: val-set-size: unknown setting; write eval_data, a file of held-out rows"),
+        ("lora_rank: 8", "c.yaml: lora_rank: unknown setting; remove it: all weights are trained here"),
+        ("fsdp_config: {a: b}", "c.yaml: fsdp_config: unknown setting; remove it: the plan decides"),
+        ("stage: dpo", "c.yaml: stage: unknown setting; remove it: supervised fine-tuning is all there is"),
+        (
+            "trust_remote_code: true\nlearning_rat: 1\ncolour: 2",
+            "c.yaml: unknown settings: trust_remote_code (remove it: lazysched runs no code out of a model's folder), "
+            "learning_rat (did you mean learning_rate?), colour; remove or rename them",
+        ),
+        ("colour: null", "c.yaml: colour: unknown setting; remove it"),
+        ("cutoff_len: 8\nmax_length: 8", "c.yaml: cutoff_len and max_length: max_length is said twice; keep one of them"),
+        ("seed: 1\nseed: 2", "c.yaml: seed: seed is said twice; keep one of them"),
+        ("learning_rate: yes", "c.yaml: learning_rate: is True: write a number"),
+        ("logging_steps: on", "c.yaml: logging_steps: is True: write a number"),
+        ("save_total_limit: no", "c.yaml: save_total_limit: is False: write a number"),
         ("learning_rate: fast", "c.yaml: learning_rate: is 'fast': Input should be a valid number"),
         ("warmup_ratio: 2", "c.yaml: warmup_ratio: is 2: Input should be less than or equal to 1"),
         ("lr_scheduler_type: step", "c.yaml: lr_scheduler_type: is 'step': Input should be 'linear', 'cosine' or"),
@@ -190,6 +205,38 @@ def test_wrong_settings_are_one_line(
     flags = ["--plan", "plan.json", "--model", "m", "--data", "d.jsonl", "--output-dir", "out"]
     assert message in refused(capsys, ["train", "c.yaml", *flags])
     assert not run
+
+
+def test_what_asks_for_nothing_may_stay(run: Prepared) -> None:
+    harmless = (
+        "finetuning_type: full", "adapter: null", "load_in_8bit: false", "load-in-4bit: false", "lora_r: null",
+        "sample_packing: false", "train_on_inputs: false", "do_train: true", "stage: sft", "warmup_steps: 0",
+        "trust_remote_code: false", "deepspeed:",
+    )  # fmt: skip
+    Path("c.yaml").write_text("\n".join([SETTINGS, *harmless]), encoding="utf-8")
+    assert main(["train", "c.yaml"]) == 0
+    assert run
+
+
+@pytest.mark.parametrize(
+    ("flag", "message"),
+    [
+        ("--num-epochs", "No such option: --num-epochs; write --num-train-epochs"),
+        ("--cutoff_len", "No such option: --cutoff-len; write --max-length"),
+        ("--lr", "No such option: --lr; write --learning-rate"),
+        ("--val-size", "No such option: --val-size; write --eval-data, a file of held-out rows"),
+        ("--lora-rank", "No such option: --lora-rank; remove it: all weights are trained here"),
+    ],
+)
+def test_another_tools_flag_names_ours(capsys: pytest.CaptureFixture[str], flag: str, message: str) -> None:
+    assert message in refused(capsys, ["train", flag, "3"])
+
+
+def test_what_stands_for_another_tools_key_is_a_setting_or_a_reason() -> None:
+    for key, text in INSTEAD.items():
+        assert key not in {*TrainConfig.model_fields, *ALIASES}
+        name = text.partition(",")[0]
+        assert name in TrainConfig.model_fields or " " in name, key
 
 
 def test_null_is_as_if_it_were_not_there(run: Prepared, capsys: pytest.CaptureFixture[str]) -> None:

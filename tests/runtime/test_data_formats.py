@@ -119,6 +119,18 @@ class TestFormats:
         assert ours.messages[1]["tool_calls"][0]["function"] == call
         assert parse_one(messages=messages, tools="") == Conversation(ours.messages)
 
+    @pytest.mark.parametrize("mark", [{"weight": 0}, {"train": False}, {"training": False}])
+    def test_turns_that_a_row_leaves_out(self, mark: dict[str, Any]) -> None:
+        turns = [USER, ANSWER | mark, USER | {"weight": 1}, ANSWER | {"weight": None}]
+        whole = Conversation((USER, ANSWER, USER, ANSWER), left_out=(1,))
+        assert parse_one(messages=turns) == parse_one(conversations=turns) == whole
+        human, gpt = {"from": "human", "value": "2+2?"}, {"from": "gpt", "value": "4"}
+        assert parse_one(conversations=[human, gpt | mark, human, gpt]) == whole
+        after_system = Conversation((SYSTEM, *whole.messages), left_out=(2,))
+        assert parse_one(conversations=turns, system="be brief") == after_system
+        answered = parse_one(prompt=[USER], completion=[ANSWER | mark, USER, ANSWER])
+        assert answered == Conversation(whole.messages, first_trained=1, left_out=(1,))
+
     def test_alpaca_with_system_and_history(self) -> None:
         before = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}]
         row = parse_one(instruction="2+2?", output="4", system="be brief", history=[["1+1?", "2"]])

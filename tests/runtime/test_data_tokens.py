@@ -4,6 +4,7 @@ import itertools
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,12 @@ class TestTemplate:
     def test_turns_in_the_prompt_are_not_trained(self) -> None:
         text = conversation("hi", "yes", "why?", "because", first_trained=3)
         assert trained(make_tokenizer(tiny.CHAT), text) == ["because<|end|>"]
+
+    def test_turns_that_are_left_out_are_not_trained(self) -> None:
+        text = replace(conversation("hi", "yes", "why?", "because"), left_out=(1,))
+        assert trained(make_tokenizer(tiny.CHAT), text) == ["because<|end|>"]
+        text = replace(conversation("hi", "yes", "why?", "because"), left_out=(3,))
+        assert trained(make_tokenizer(tiny.CHAT), text) == ["yes<|end|>"]
 
     def test_pad_that_is_also_the_end_of_a_turn_is_trained(self) -> None:
         tokenizer = make_tokenizer(tiny.CHAT, eos="<|end|>", pad="<|end|>")
