@@ -6,7 +6,9 @@ are readable there.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import itertools
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,11 +79,27 @@ def _make_plan(settings: TrainConfig, rows: int, budgets: Budgets, console: Cons
         host_memory_bytes=budgets.host_bytes,
     )  # fmt: skip
     plan, peaks, path = solution.plan, solution.timeline.peak_bytes, plan_path(settings)
+    _keep_other(path, plan, console)
     plan.save(path)
     step = f"{plan.accumulation} times {plan.micro_batch} rows, {format_seconds(solution.timeline.step_s)} a step"
     memory = f"gpu {format_bytes(peaks['gpu'])}, host {format_bytes(peaks['host'])}"
     say(console, f"solved: {step}, {memory}; the plan is in {path}")
     return plan
+
+
+def _decisions(plan: Plan) -> Plan:
+    """``plan`` without how its solve went."""
+    return plan.model_copy(update={"solver": None})
+
+
+def _keep_other(path: Path, plan: Plan, console: Console) -> None:
+    """Give another plan that is there, which may have been edited by hand, the first free number."""
+    with contextlib.suppress(UsageError):
+        if not path.exists() or _decisions(Plan.load(path)) == _decisions(plan):
+            return
+    names = (path.with_name(f"{path.stem}.{number}.json") for number in itertools.count(1))
+    kept = path.rename(next(name for name in names if not name.exists()))
+    say(console, f"the plan that was there is now {kept}; --plan {kept} trains as it says")
 
 
 def plan_path(settings: TrainConfig) -> Path:

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from lazysched import data_commands
 from lazysched.errors import UsageError
-from lazysched.lines import say
+from lazysched.lines import say, warn
 from lazysched.outputs import require_no_input
 from lazysched.own_plan import plan_path, plan_to_make
 from lazysched.report_command import end_report
@@ -120,7 +120,13 @@ def train(
             "--numa-bind/--no-numa-bind", help="On several sockets, keep threads to the cores beside the GPU."
         ),
     ] = True,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print settings and memory, train nothing.")] = False,
+    dry_run: Annotated[
+        bool,
+        typer.Option(
+            "--dry-run",
+            help="Check what a run would check, solve where no plan is given, print settings and memory, train nothing.",
+        ),
+    ] = False,
 ) -> None:
     """Train MODEL as the plan says and write a Hugging Face folder."""
     given = [name for name in TrainConfig.model_fields if _is_given(context, name)]
@@ -159,7 +165,19 @@ def _given_plan(settings: TrainConfig, console: Console) -> Plan:
     if settings.per_device_train_batch_size is not None:
         split = f"a step of {plan.batch_size} rows goes in {plan.accumulation} times {plan.micro_batch}"
         say(console, f"{split}, as the plan says")
-    return _with_own_prediction(plan, console)
+    plan = _with_own_prediction(plan, console)
+    _warn_beyond_budget(plan, console)
+    return plan
+
+
+def _warn_beyond_budget(plan: Plan, console: Console) -> None:
+    """An edit by hand may need more than the plan was solved for; a GPU's allocator will keep to the budget."""
+    for tier, peak_bytes in (plan.predicted.peak_bytes if plan.predicted else {}).items():
+        budget_bytes = plan.budget_bytes.get(tier, 0)
+        if peak_bytes > budget_bytes:
+            needed, has = format_bytes(peak_bytes), format_bytes(budget_bytes)
+            remedy = "raise that if there is so much, or solve anew"
+            warn(console, f"the plan needs {needed} of {tier}, its budget_bytes has {has}; {remedy}")
 
 
 def _show(settings: TrainConfig, run: Run, console: Console) -> None:

@@ -29,7 +29,10 @@ def comparison_rows(result: TrainResult) -> list[Row]:
         rows.append(("skipped steps", "", f"{result.num_skipped}, gradient not finite"))
     for tier, num_bytes in result.peak_bytes.items():
         planned = result.predicted_peak_bytes.get(tier)
-        rows.append((f"{tier} memory", "-" if planned is None else format_bytes(planned), format_bytes(num_bytes)))
+        included = ", snapshot included" if tier == "gpu+host" and "snapshot" in result.peak_bytes else ""
+        rows.append(
+            (f"{tier} memory{included}", "-" if planned is None else format_bytes(planned), format_bytes(num_bytes))
+        )
     return rows
 
 

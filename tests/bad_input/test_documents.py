@@ -101,7 +101,7 @@ PLAN_ROWS = (
         lambda files: (shutil.copy(files.profile, files.root / "o.json"), edit(files.root / "o.json", lambda d: d.update(model_id="nobody")))),
     Bad("two models to compare", "compare {plan} {root}/o.json", ("model",),
         lambda files: (shutil.copy(files.plan, files.root / "o.json"), edit(files.root / "o.json", lambda d: d.update(model_id="nobody")))),
-    Bad("a budget too small for the host", TRAIN, ("host",), plan(lambda d: d["budget_bytes"].update(host=1000)), code=1, shown=SUMMARY),
+    Bad("a budget too small for the host", TRAIN, ("host",), plan(lambda d: d["budget_bytes"].update(host=1000)), code=1, shown="warning: the plan needs "),
     Bad("a budget in words", TRAIN, ("{plan}: budget_bytes.gpu: is 'all'",), plan(lambda d: d["budget_bytes"].update(gpu="all"))),
 )  # fmt: skip
 

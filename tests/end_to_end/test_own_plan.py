@@ -54,6 +54,22 @@ def test_it_profiles_solves_trains_and_profiles_no_second_time(
     assert Plan.load(tmp_path / "again-plan.json").stages == plan.stages
 
 
+def test_another_plan_that_is_there_is_kept(
+    settings: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = [*settings, "--output-dir", str(tmp_path / "out"), "--dry-run"]
+    (tmp_path / "out-plan.json").write_text("mine", encoding="utf-8")
+    assert main(command) == 0
+    kept = tmp_path / "out-plan.1.json"
+    assert f"the plan that was there is now {kept}; --plan {kept} trains" in capsys.readouterr().out
+    assert kept.read_text(encoding="utf-8") == "mine"
+    assert main([*command, "--max-grad-norm", "2"]) == 0
+    assert main([*command, "--max-grad-norm", "2"]) == 0
+    plans = [tmp_path / f"out-plan{number}.json" for number in ("", ".2")]
+    assert [Plan.load(path).update.clip_norm for path in plans] == [2.0, 1.0]
+    assert not (tmp_path / "out-plan.3.json").exists()
+
+
 def test_another_number_of_threads_is_measured_apart(
     settings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -95,6 +95,16 @@ def test_a_plan_that_was_edited_is_predicted_anew(run: Prepared, capsys: pytest.
     assert run.positional[0].predicted is None
 
 
+def test_a_plan_beyond_its_own_budget_is_told(run: Prepared, capsys: pytest.CaptureFixture[str]) -> None:
+    profile = tiny_profile(3, micro_batches=(1, 2))
+    solved = solve(profile, batch_size=2, gpu_memory_bytes=10**9, host_memory_bytes=10**9).plan
+    solved.model_copy(update={"budget_bytes": solved.budget_bytes | {"gpu": 1}}).save("plan.json")
+    assert main(["train", "c.yaml"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "of gpu, its budget_bytes has 1 B; raise that if there is so much, or solve anew" in said
+    assert "of host, its" not in said
+
+
 def test_flags_alone_suffice_under_either_name(run: Prepared) -> None:
     flags = ["--plan", "plan.json", "--model_name_or_path", "m", "--dataset", "d.jsonl", "--output_dir", "out"]
     assert main(["train", *flags]) == 0
@@ -181,7 +191,10 @@ def test_transformers_say_true_for_the_newest_checkpoint(run: Prepared) -> None:
             "learning_rat (did you mean learning_rate?), colour; remove or rename them",
         ),
         ("colour: null", "c.yaml: colour: unknown setting; remove it"),
-        ("cutoff_len: 8\nmax_length: 8", "c.yaml: cutoff_len and max_length: max_length is said twice; keep one of them"),
+        (
+            "cutoff_len: 8\nmax_length: 8",
+            "c.yaml: cutoff_len and max_length: max_length is said twice; keep one of them",
+        ),
         ("seed: 1\nseed: 2", "c.yaml: seed: seed is said twice; keep one of them"),
         ("learning_rate: yes", "c.yaml: learning_rate: is True: write a number"),
         ("logging_steps: on", "c.yaml: logging_steps: is True: write a number"),
