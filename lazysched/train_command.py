@@ -124,7 +124,7 @@ def train(
         bool,
         typer.Option(
             "--dry-run",
-            help="Check what a run would check, solve where no plan is given, print settings and memory, train nothing.",
+            help="Solve if there is no plan, check, print settings and memory, train nothing.",
         ),
     ] = False,
 ) -> None:
