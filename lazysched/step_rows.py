@@ -25,7 +25,7 @@ class StepRow:
     """What one step reports; ``step_s`` is the time from the end of the step before, on ``compute``."""
 
     step: int
-    """Counted from 0."""
+    """Counted from 0; in the file from 1, as on the screen."""
     loss: float
     """Mean over the trained tokens of the step."""
     grad_norm: float
@@ -57,6 +57,7 @@ class StepRow:
     def as_line(self) -> str:
         """The row as a line of the log; what is None is left out."""
         known = {name: value for name, value in asdict(self).items() if value is not None}
+        known["step"] = self.step + 1
         known["tokens_per_s"] = round(self.tokens_per_s, 1)
         return json.dumps({name: _in_json(value) for name, value in known.items()}, allow_nan=False) + "\n"
 
@@ -81,7 +82,9 @@ def row_of(line: str) -> StepRow:
         known |= {name: float(known[name]) for name in _FLOATS if name in known}
         known |= {name: int(known[name]) for name in _WHOLE if name in known}
         known |= {name: tuple(map(int, known[name])) for name in _LISTS if name in known}
-        return StepRow(**known)
+        return StepRow(**known | {"step": known["step"] - 1})
+    except KeyError:
+        raise ValueError("step is missing") from None
     except TypeError as error:
         raise ValueError(str(error)) from None
 
@@ -95,7 +98,7 @@ def rows_of(text: str) -> list[StepRow]:
     whole, newline, _ = text.rpartition("\n")
     rows = [row_of(line) for line in (whole + newline).splitlines()]
     if [row.step for row in rows] != [*range(len(rows))]:
-        raise ValueError(f"steps are not 0 to {len(rows) - 1}, one a line")
+        raise ValueError(f"steps are not 1 to {len(rows)}, one a line")
     return rows
 
 

@@ -81,7 +81,7 @@ def train(
         int, typer.Option(min=1, help="Checkpoints that keep optimizer state; older ones keep the model.")
     ] = 2,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest valid checkpoint.")] = False,
-    resume_from_checkpoint: Annotated[str | None, typer.Option(help="Go on from this checkpoint.")] = None,
+    resume_from_checkpoint: Annotated[str | None, typer.Option(help="Go on from this one.")] = None,
     per_device_train_batch_size: Annotated[
         int | None,
         typer.Option(min=1, help="With the next, rows of a step; the plan splits them. [8]"),

@@ -96,7 +96,7 @@ class TrainConfig(Schema):
     resume: bool = False
     """Go on from the newest valid checkpoint."""
     resume_from_checkpoint: str | None = None
-    """Go on from this checkpoint; ``true``: the newest."""
+    """Go on from this checkpoint, one of ``output_dir`` by its name alone; ``true``: from the newest there."""
     per_device_train_batch_size: int | None = Field(default=None, ge=1)
     """Times ``gradient_accumulation_steps``, rows of a step, which the plan splits as it likes; 8 without a plan."""
     gradient_accumulation_steps: int = Field(default=1, ge=1)
@@ -222,6 +222,9 @@ def resolve(path: Path | None, flags: Mapping[str, Any], given: Collection[str])
     values = {} if path is None else read_config(path)
     own = set(values) - set(given)
     values |= {name: flags[name] for name in given}
+    if str(values.get("resume_from_checkpoint")).lower() in ("true", "false"):  # transformers: the newest, or none
+        newest = str(values.pop("resume_from_checkpoint")).lower() == "true"
+        values["resume"] = newest or values.get("resume", False)
     for name in NEEDED:
         if values.get(name) is None:
             raise UsageError(f"{name}: missing; give --{name.replace('_', '-')}, or {name} in a configuration file")
@@ -258,8 +261,6 @@ def read_config(path: Path) -> dict[str, Any]:
             others = [other for other in written if _field_of(other) == name]
             raise UsageError(f"{path}: {' and '.join(dict.fromkeys(others))}: {name} is said twice; keep one of them")
         found[name] = values[key]
-    if isinstance(found.get("resume_from_checkpoint"), bool):  # transformers: the newest
-        found["resume"] = found.pop("resume_from_checkpoint") or found.get("resume", False)
     return {name: value for name, value in found.items() if value is not None}
 
 

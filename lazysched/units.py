@@ -32,7 +32,9 @@ def parse_bytes(text: str, field: str = "size") -> int:
         return 0
     factor = _FACTORS.get(match.group(2).upper()) if match else None
     if match is None or factor is None or float(match.group(1)) > 1e30:
-        raise UsageError(f"{field}: {text!r} is not a size; write for example 24GB or 22.5GiB")
+        is_number = match is not None and not match.group(2)
+        example = f"{text.strip()}B for bytes, or for example 24GB" if is_number else "for example 24GB or 22.5GiB"
+        raise UsageError(f"{field}: {text!r} is not a size; write {example}")
     return round(float(match.group(1)) * factor)
 
 

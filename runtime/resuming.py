@@ -43,7 +43,7 @@ def choose_checkpoint(
     Args:
         output_dir: where the newest valid one is looked for, if ``resume`` asks for it.
         resume: take that one.
-        resume_from_checkpoint: take this one.
+        resume_from_checkpoint: take this one, a folder, or its name in ``output_dir``.
         console: where it is told which one, and which were skipped and why.
 
     Raises:
@@ -55,7 +55,7 @@ def choose_checkpoint(
             f"resume_from_checkpoint: {resume_from_checkpoint} beside resume, which takes the newest; give one of them"
         )
     if resume_from_checkpoint is not None:
-        chosen = _load(Path(resume_from_checkpoint))
+        chosen = _load(_named(output_dir, resume_from_checkpoint))
     elif resume:
         chosen = _newest(output_dir, console)
     else:
@@ -73,6 +73,12 @@ def _refuse_old_checkpoints(output_dir: Path) -> None:
             f"output_dir: {output_dir} holds {names[0]} of an earlier run; go on from it with --resume, or name "
             f"another folder"
         )
+
+
+def _named(output_dir: Path, name: str) -> Path:
+    inside = output_dir / name
+    is_there = not Path(name).exists() and Path(name).name == name and inside.is_dir()
+    return inside if is_there else Path(name)
 
 
 def _newest(output_dir: Path, console: Console) -> Checkpoint:

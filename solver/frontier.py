@@ -67,9 +67,9 @@ def _cells(tier: Tier, point: Point) -> tuple[str, ...]:
         missing = "" if point.missing_bytes is None else f"lacks {format_bytes(point.missing_bytes)}"
         return "", "", "", missing, point.status, ""
     assert plan.predicted is not None
-    assert plan.solver is not None
+    known_gap = _gap(plan)
     peak = format_bytes(plan.predicted.peak_bytes.get(tier, 0))
-    gap = f"{100 * plan.solver.gap:.1f} %" if plan.solver.bound_s > 0 else "unknown"
+    gap = "unknown" if known_gap is None else f"{100 * known_gap:.1f} %"
     return format_seconds(step_of(plan)), f"{_tokens_per_s(plan):,.0f}", peak, point.binds, point.status, gap
 
 
@@ -111,6 +111,12 @@ def steps_frame(points: Sequence[Point]) -> pd.DataFrame:
     return pd.DataFrame(rows, index=index, columns=list(names), dtype=float)
 
 
+def _gap(plan: Plan) -> float | None:
+    """The plan's gap; None where no bound is known, as where Ctrl-C came first."""
+    assert plan.solver is not None
+    return plan.solver.gap if plan.solver.bound_s > 0 else None
+
+
 def _row(point: Point) -> dict[str, Any]:
     row: dict[str, Any] = {
         "budget_bytes": point.budget_bytes, "status": point.status, "binds": point.binds,
@@ -118,7 +124,7 @@ def _row(point: Point) -> dict[str, Any]:
     }  # fmt: skip
     plan = point.plan
     if plan is not None and plan.predicted is not None and plan.solver is not None:
-        row |= {"step_s": step_of(plan), "tokens_per_s": _tokens_per_s(plan), "gap": plan.solver.gap}
+        row |= {"step_s": step_of(plan), "tokens_per_s": _tokens_per_s(plan), "gap": _gap(plan)}
         row |= {f"{tier}_peak_bytes": size for tier, size in plan.predicted.peak_bytes.items()}
         row["micro_batch"] = plan.micro_batch
     return row

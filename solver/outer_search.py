@@ -38,18 +38,17 @@ from lazysched.solver.explore import (
 from lazysched.solver.instance import Candidate
 from lazysched.solver.interrupts import INTERRUPTS
 from lazysched.solver.judge import Judge, Judged
+from lazysched.solver.known import Known
 from lazysched.solver.last_resort import any_that_fits
 from lazysched.solver.last_round import improved
 from lazysched.solver.milp import PlacementProgram
 from lazysched.solver.options import EXECUTABLE
 from lazysched.solver.plans import Choices, Found
 from lazysched.solver.recipe_search import RecipeSearch
-from lazysched.solver.solution import Progress, Solution, Tried
+from lazysched.solver.solution import Progress, Solution
 from lazysched.solver.space import Settings, Space
 from lazysched.solver.stopwatch import Stopwatch, never
 
-ROUND = 4
-"""Combinations that are explored against the same incumbent, so that the number of cores changes no plan."""
 NUM_FINALISTS = 4
 """Plans that are simulated at most."""
 MAX_TIGHTENINGS = 3
@@ -80,8 +79,7 @@ class Search:
         self.watch = Stopwatch(settings.time_limit_s * (1 - LAST_SHARE))
         self.space = Space(settings)
         self.judge = Judge(self.space)
-        self.found: dict[Candidate, Found] = {}
-        self.bounds: dict[Candidate, float] = {}
+        self.known = Known(settings.gap, report)
         self.explored: set[Candidate] = set()
         self.bounded: set[Candidate] = set()
         """Combinations that need no further look; with other budgets all is looked at anew."""
@@ -108,15 +106,15 @@ class Search:
             self.recipes.compared.clear()
             self._what_is_executed()
             self.search_options()
-            if not self.found:
+            if not self.known.found:
                 self._first_that_fits()
             self._solve_best()
             self._prove()
             winner = self._winner()
             if winner is not None:
                 return self._solution(improved(self.judge, winner, self.whole_watch.has_time))
-            self.proven_s = self.proven_s or min(self.bounds.values())
-            self.found.clear()
+            self.proven_s = self.proven_s or self.known.bound_s
+            self.known.found.clear()
         raise AssertionError("memory rows and simulation disagree beyond tightening")
 
     def _incumbent(self) -> Solution | None:
@@ -141,7 +139,7 @@ class Search:
             if first.space.combinations():
                 first.search_options()
         finally:  # after Ctrl-C too
-            for found in first.found.values():
+            for found in first.known.found.values():
                 self._keep_own(found, first.space)
         for rule, best in first.recipes.compared.items():
             transferred = best and self.space.transferred(best, first.space.instance(best.candidate))
@@ -150,8 +148,8 @@ class Search:
     def search_options(self) -> None:
         """All parts but the last resort and the proof."""
         self._bound_all()
-        if min(self.bounds.values()) < math.inf:
-            self.recipes.run(lambda found: self._keep_own(found, self.space), lambda: bool(self.found))
+        if self.known.bound_s < math.inf:
+            self.recipes.run(lambda found: self._keep_own(found, self.space), lambda: bool(self.known.found))
         self._explore(AFTER_SHARE * self.watch.limit_s, self.tight)
         self._vary()
         self._explore(AFTER_SHARE / 2 * self.watch.limit_s, set())
@@ -160,18 +158,18 @@ class Search:
 
     def _bound_all(self) -> None:
         """Quick bounds of all combinations, which hold for every prefetch depth and D2H lag."""
-        self.bounds.clear()
+        self.known.bounds.clear()
         self.explored.clear()
         self.bounded.clear()
         self.tight.clear()
         for first in self.space.combinations():
-            if self.bounds and not self.watch.has_time():
+            if self.known.bounds and not self.watch.has_time():
                 break
             instance = self.space.instance(shallowest(first))
             counted_s = count_bound_s(instance, self.space.budgets(instance), max(PREFETCH_DEPTHS))
-            self.bounds[first] = max(counted_s, instance.compute_bound_s)  # HiGHS may have given up
+            self.known.bounds[first] = max(counted_s, instance.compute_bound_s)  # HiGHS may have given up
         self._bound_the_rest()
-        if not self.bounds:
+        if not self.known.bounds:
             fixed = ", ".join(pin.text for pin in self.settings.pins)
             raise UsageError(
                 f"pin: {fixed}: no stage can be all that; a variant's name is in the profile, tiers differ"
@@ -180,48 +178,43 @@ class Search:
     def _bound_the_rest(self) -> None:
         """Combinations that the search did not come to get the bound of their compute."""
         for candidate in self.space.combinations():
-            self.bounds.setdefault(candidate, self.space.instance(candidate).compute_bound_s)
+            self.known.bounds.setdefault(candidate, self.space.instance(candidate).compute_bound_s)
 
     def _explore(self, reserve_s: float, without: set[Candidate]) -> None:
         """Look for plans of the combinations, the most promising first, as long as their bounds leave room.
 
         ``reserve_s`` before the time is up it ends.
         """
-        while self.watch.remaining_s > reserve_s and (chosen := self._next_of(self.explored | without)):
+        while self.watch.remaining_s > reserve_s and (chosen := self.known.next_round(self.explored | without)):
             tasks = [self._task(candidate, self.watch.remaining_s - reserve_s) for candidate in chosen]
             for candidate, explored in zip(chosen, explore_all(tasks), strict=False):
                 if explored.fits or candidate in self.tight:
                     self.explored.add(candidate)
                 else:
                     self.tight.add(candidate)
-                self._raise_bound(candidate, explored.bound_s)
+                self.known.raise_bound(candidate, explored.bound_s)
                 if explored.found is not None:
-                    self._keep(explored.found)
+                    self.known.keep(explored.found)
 
     def _raise_bounds(self) -> None:
         """Better bounds of the combinations, the lowest first, as long as they leave room."""
-        while self.watch.has_time() and (chosen := self._next_of(self.bounded)):
+        while self.watch.has_time() and (chosen := self.known.next_round(self.bounded)):
             tasks = [self._task(candidate, self.watch.remaining_s) for candidate in chosen]
             for candidate, bounded in zip(chosen, bound_all(tasks), strict=False):
                 self.bounded.add(candidate)
-                self._raise_bound(candidate, bounded.bound_s)
-
-    def _next_of(self, done: set[Candidate]) -> list[Candidate]:
-        """A round of combinations that may improve the incumbent and are not ``done``, those of the lowest bounds."""
-        left = [c for c in self.bounds if c not in done and self._may_improve(c)]
-        return sorted(left, key=lambda candidate: self.bounds[candidate])[:ROUND]
+                self.known.raise_bound(candidate, bounded.bound_s)
 
     def _task(self, candidate: Candidate, time_limit_s: float) -> Task:
         """A look at a combination, with fewest slots where it does not fit otherwise."""
         settings = self.settings
         instance = self.space.instance(shallowest(candidate) if candidate in self.tight else candidate)
         budgets = self.space.budgets(instance)
-        return Task(instance, budgets, self._best_s(), settings.gap, time_limit_s, settings.seed)
+        return Task(instance, budgets, self.known.best_s, settings.gap, time_limit_s, settings.seed)
 
     def _vary(self) -> None:
         """Try the best plans of each kind of host memory with every other prefetch depth and D2H lag."""
         for memory in self.settings.host_memories:
-            found = [f for f in self.found.values() if f.candidate.host_memory == memory]
+            found = [f for f in self.known.found.values() if f.candidate.host_memory == memory]
             if not found:
                 continue
             best = min(found, key=lambda f: f.step_s)
@@ -234,10 +227,10 @@ class Search:
 
         From here on every depth and lag has a bound of its own.
         """
-        for candidate, bound_s in list(self.bounds.items()):
-            self.bounds |= dict.fromkeys(variations(candidate), bound_s)
-        best = min(self.found.values(), key=_step_s)
-        if self.watch.has_time() and self._may_improve(best.candidate):
+        for candidate, bound_s in list(self.known.bounds.items()):
+            self.known.bounds |= dict.fromkeys(variations(candidate), bound_s)
+        best = self.known.fastest()[0]
+        if self.watch.has_time() and self.known.may_improve(best.candidate):
             share_s = min(self._share_s(), max(self.watch.remaining_s / 2, MIN_PROOF_S))
             self._solve_program(best.candidate, self._program(best.candidate), share_s)
 
@@ -251,7 +244,7 @@ class Search:
         instance = self.space.instance(candidate)
         found = polished(instance, self.space.budgets(instance), start, self.settings.seed, self.watch.has_time)
         if found is not None:
-            self._keep(found)
+            self.known.keep(found)
 
     def _prove(self) -> None:
         """Raise the lowest bound, again and again, until it proves the incumbent good enough or time is up."""
@@ -259,16 +252,16 @@ class Search:
         programs: dict[Candidate, PlacementProgram] = {}
         solved: set[Candidate] = set()
         while self.watch.elapsed_s < until_s:
-            open_ = [c for c in self.bounds if self._may_improve(c) and c not in solved]
+            open_ = self.known.open(solved)
             if not open_:
                 break
-            candidate = min(open_, key=lambda c: self.bounds[c])
+            candidate = open_[0]
             if candidate in programs:
                 self._solve_program(candidate, programs[candidate], (until_s - self.watch.elapsed_s) / 2)
                 solved.add(candidate)
             else:
                 programs[candidate] = self._program(candidate)
-                self._raise_bound(candidate, programs[candidate].lower_bound_s(self.watch.remaining_s))
+                self.known.raise_bound(candidate, programs[candidate].lower_bound_s(self.watch.remaining_s))
 
     def _program(self, candidate: Candidate) -> PlacementProgram:
         instance = self.space.instance(candidate)
@@ -276,26 +269,22 @@ class Search:
 
     def _solve_program(self, candidate: Candidate, program: PlacementProgram, time_limit_s: float) -> None:
         """Solve a combination's program from its best plan; descent goes on from what is found."""
-        own = self.found.get(candidate)
+        own = self.known.found.get(candidate)
         outcome = program.solve(
             gap=OWN_GAP * self.settings.gap,
             time_limit_s=time_limit_s,
             seed=self.settings.seed,
             start=own.choices if own else None,
         )
-        self._raise_bound(candidate, outcome.bound)
+        self.known.raise_bound(candidate, outcome.bound)
         if outcome.has_solution:
             self._improve(candidate, program.choices())
-
-    def _raise_bound(self, candidate: Candidate, bound_s: float) -> None:
-        self.bounds[candidate] = max(self.bounds[candidate], bound_s)
-        self._tell()
 
     def _first_that_fits(self) -> None:
         """The last resort: any plan that fits at all, or the explanation why there is none."""
         found = any_that_fits(self.space)
         # Its bytes were counted: it is kept even where the replay's memory rows, which count more, call it too large.
-        self._keep(found)
+        self.known.keep(found)
         if self.watch.has_time():
             self._improve(found.candidate, found.choices)
 
@@ -311,7 +300,7 @@ class Search:
 
         The recipes' plans are among them: the quick replay ranks plans, the simulation may rank them otherwise.
         """
-        finalists = sorted(self.found.values(), key=_step_s)[:NUM_FINALISTS]
+        finalists = self.known.fastest()[:NUM_FINALISTS]
         return list(dict.fromkeys([*finalists, *self.recipes.found()]))
 
     # ---- helpers
@@ -320,27 +309,7 @@ class Search:
         """Keep what was found in ``space``, if it is among the options here."""
         own = self.space.transferred(found, space.instance(found.candidate))
         if own is not None:
-            self._keep(own)
-
-    def _keep(self, found: Found) -> None:
-        known = self.found.get(found.candidate)
-        if known is None or found.step_s < known.step_s:
-            self.found[found.candidate] = found
-            self._tell()
-
-    def _tell(self) -> None:
-        if self.report is None:
-            return
-        best_s = self._best_s() if self.found else None
-        bound_s = min(self.bounds.values(), default=None)
-        self.report(Progress(best_s, bound_s if best_s is None or bound_s is None else min(best_s, bound_s)))
-
-    def _best_s(self) -> float:
-        return min((f.step_s for f in self.found.values()), default=math.inf)
-
-    def _may_improve(self, candidate: Candidate) -> bool:
-        """Whether the candidate's bound allows a plan that beats the incumbent by more than the gap."""
-        return self.bounds[candidate] < self._best_s() * (1 - self.settings.gap)
+            self.known.keep(own)
 
     def _solution(self, winner: Judged, interrupted: bool = False) -> Solution:
         plan, timeline = winner.plan, winner.timeline
@@ -348,14 +317,10 @@ class Search:
         plan = plan.model_copy(
             update={"predicted": timeline.prediction(), "solver": report, "profile": self.settings.profile}
         )
-        tried = [
-            Tried(c, bound, self.found[c].step_s if c in self.found else None)
-            for c, bound in sorted(self.bounds.items(), key=lambda item: item[1])
-        ]
-        return Solution(plan, timeline, self.recipes.shown(self.judge), tried, interrupted)
+        return Solution(plan, timeline, self.recipes.shown(self.judge), self.known.tried(), interrupted)
 
     def _report(self, objective_s: float, interrupted: bool) -> SolverReport:
-        bound_s = min(objective_s, min(self.bounds.values()) if self.proven_s is None else self.proven_s)
+        bound_s = min(objective_s, self.known.bound_s if self.proven_s is None else self.proven_s)
         gap = (objective_s - bound_s) / objective_s
         return SolverReport(
             status="optimal" if gap <= self.settings.gap and not interrupted else "feasible",
@@ -366,7 +331,3 @@ class Search:
             time_s=self.whole_watch.elapsed_s,
             versions={name: version(name) for name in ("highspy", "pulp")},
         )
-
-
-def _step_s(found: Found) -> float:
-    return found.step_s

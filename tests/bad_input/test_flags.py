@@ -62,7 +62,7 @@ FLAGS = (
     Bad("rows of 5000 digits", SOLVE.replace("4", "9" * 5000), ("--batch-size",)),
     Bad("rows of 30 digits", SOLVE.replace("4", "2" + "0" * 30), ("--batch-size", "no number of rows")),
     Bad("memory in no unit", f"{SOLVE} --gpu-memory 24XB", ("--gpu-memory: '24XB' is not a size", "24GB")),
-    Bad("memory without unit", f"{SOLVE} --host-memory 24", ("--host-memory: '24' is not a size",)),
+    Bad("memory without unit", f"{SOLVE} --host-memory 24", ("--host-memory: '24' is not a size; write 24B for bytes, or for example 24GB",)),
     Bad("no memory", f"{SOLVE} --gpu-memory 0", ("gpu_memory: 0 bytes is no budget",)),
     Bad("too little memory", f"{SOLVE} --gpu-memory 1KB", ("gpu", "--gpu-memory"), code=1),
     Bad("no time to solve", f"{SOLVE} --time-limit 0", ("time_limit_s: 0:", "positive")),

@@ -19,7 +19,7 @@ __all__ = ["one_thread"]
 
 def held_out_of(folder: Path) -> dict[int, float]:
     rows = [json.loads(line) for line in (folder / LOG_FILE).read_text().splitlines()]
-    return {row["step"] + 1: row["held_out_loss"] for row in rows if "held_out_loss" in row}
+    return {row["step"]: row["held_out_loss"] for row in rows if "held_out_loss" in row}
 
 
 def test_held_out_loss_is_seen_kept_and_changes_nothing(run: SmallRun, tmp_path: Path) -> None:

@@ -171,7 +171,7 @@ def test_a_row_whose_held_out_loss_was_interrupted_is_there(
     monkeypatch.setattr(run_module, "held_out_loss", interrupted)
     with pytest.raises(KeyboardInterrupt):
         run.train(plan, tmp_path / "out", 4, eval_data=held_out, eval_steps=2)
-    assert [row["step"] for row in log_of(tmp_path / "out")] == [0, 1]
+    assert [row["step"] for row in log_of(tmp_path / "out")] == [1, 2]
 
 
 def test_a_stopped_run_keeps_its_log(

@@ -167,6 +167,15 @@ def test_a_checkpoint_by_its_path_into_another_folder(
     assert not checkpoint_steps(tmp_path / "other")
 
 
+def test_one_of_the_output_folders_checkpoints_by_its_name(
+    run: SmallRun, plan: Plan, cut: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run.train(plan, cut, 6, resume_from_checkpoint="checkpoint-3")
+    assert weights_of(cut) == weights_of(whole)
+    assert log_of(cut) == log_of(whole)
+
+
 def test_a_run_that_is_done_writes_only_the_model(run: SmallRun, plan: Plan, cut: Path, whole: Path) -> None:
     run.train(plan, cut, 4, resume=True)
     assert weights_of(cut) == {

@@ -173,6 +173,10 @@ def test_transformers_say_true_for_the_newest_checkpoint(run: Prepared) -> None:
     Path("c.yaml").write_text(SETTINGS + "resume_from_checkpoint: true\n", encoding="utf-8")
     assert main(["train", "c.yaml"]) == 0
     assert (run["resume"], run["resume_from_checkpoint"]) == (True, None)
+    assert main(["train", "c.yaml", "--resume-from-checkpoint", "false"]) == 0
+    assert (run["resume"], run["resume_from_checkpoint"]) == (False, None)
+    assert main(["train", "c.yaml", "--resume-from-checkpoint", "checkpoint-2"]) == 0
+    assert (run["resume"], run["resume_from_checkpoint"]) == (False, "checkpoint-2")
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ def never(text: str) -> None:
 def test_a_line_holds_all_and_reads_back() -> None:
     line = replace(ROW, held_out_loss=2.0).as_line()
     assert json.loads(line) == {
-        "step": 0, "loss": 1.5, "grad_norm": 0.25, "learning_rate": 1e-3, "tokens": 64, "trained_tokens": 40,
+        "step": 1, "loss": 1.5, "grad_norm": 0.25, "learning_rate": 1e-3, "tokens": 64, "trained_tokens": 40,
         "step_s": 0.5, "skipped": False, "host_rss_bytes": 7, "predicted_step_s": 0.4, "held_out_loss": 2.0,
         "tokens_per_s": 128.0,
     }  # fmt: skip
@@ -61,10 +61,12 @@ def test_what_is_not_finite_is_kept_as_it_was_in_valid_json(value: float, text: 
 
 
 @pytest.mark.parametrize(
-    "text", ["{}\n", "3\n", ROW.as_line() * 2, replace(ROW, step=1).as_line(), '{"step": 0, "skipped": true}\n']
+    "text",
+    ["{}\n", "3\n", ROW.as_line() * 2, replace(ROW, step=1).as_line(), '{"step": 1, "skipped": true}\n',
+     '{"skipped": true}\n'],
 )  # fmt: skip
 def test_what_is_no_log_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match=r"is no step|are not 0 to|missing"):
+    with pytest.raises(ValueError, match=r"is no step|are not 1 to|missing"):
         rows_of(text)
 
 

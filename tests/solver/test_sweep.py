@@ -159,6 +159,7 @@ class TestSweep:
         assert list(frame.index) == [point.budget_bytes for point in points]
         assert list(frame.status) == [point.status for point in points]
         assert list(frame.step_s.dropna()) == [step_s] * 4
+        assert list(frame.gap.dropna()) == pytest.approx([0.005, 0.005, 0.2])
         console = Console(width=80, record=True)
         console.print(frontier_table(Sweep("gpu-memory", ()), points))
         shown = console.export_text()

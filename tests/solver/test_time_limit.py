@@ -17,6 +17,7 @@ from lazysched.solver import (
     explore,
     infeasible,
     judge,
+    known,
     last_resort,
     outer_search,
     recipes,
@@ -229,7 +230,7 @@ def test_a_proof_is_given_up_unless_a_gap_was_asked_for(clock: Clock) -> None:
     def relaxations(gap: float | None) -> int:
         clock.calls.clear()
         with clock.monkeypatch.context() as patch:
-            patch.setattr(outer_search.Search, "_may_improve", lambda *_: True)
+            patch.setattr(known.Known, "may_improve", lambda *_: True)
             for part in ("_explore", "_raise_bounds"):
                 patch.setattr(outer_search.Search, part, lambda *_: None)
             clock.takes_s = {"lower_bound_s": 5.0}
