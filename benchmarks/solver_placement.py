@@ -83,11 +83,16 @@ class Measured:
 
     def gains(self, recipes_s: Mapping[str, float | None]) -> dict[str, float | None]:
         """Recipe -> its step over this plan's, less 1; None where it does not fit."""
-        return {name: step_s and step_s / self.step_s - 1 for name, step_s in recipes_s.items()}
+        return {name: step_s and _gain(step_s, self.step_s) for name, step_s in recipes_s.items()}
 
     def gain(self, recipes_s: Mapping[str, float | None]) -> float:
         """Over the best of the recipes that fit; infinite where none does."""
         return min((gain for gain in self.gains(recipes_s).values() if gain is not None), default=math.inf)
+
+
+def _gain(recipe_s: float, plan_s: float) -> float:
+    """Steps that the simulator added up in another order, so that only rounding tells them apart, are equal."""
+    return 0.0 if math.isclose(recipe_s, plan_s, rel_tol=1e-12) else recipe_s / plan_s - 1
 
 
 def measure(task: Task) -> Measured:

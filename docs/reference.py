@@ -12,6 +12,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
+from lazysched.foreign_settings import INSTEAD, advice
 from lazysched.schemas import Plan, SaveVariant, StagePlan, Update
 from lazysched.schemas.plan import Prediction, SolverReport
 from lazysched.schemas.profile import Timing
@@ -27,6 +28,11 @@ CONFIGURATION_INTRODUCTION = (
     "Settings of `lazysched train CONFIG`, a YAML file, and its flags, which win. In a file they may be spelled with "
     "dashes or underscores, as flags with `--` before them. An unknown setting is refused."
 )
+FOREIGN_INTRODUCTION = (
+    "Common settings of LLaMA-Factory, Axolotl, TRL, torchtune and transformers that are none here. They are refused "
+    "with what to do instead, but for values that ask for nothing (null, `load_in_8bit: false`, "
+    "`finetuning_type: full` and the like), which may stay in a file. `*` stands for any ending."
+)
 
 
 def references() -> dict[str, str]:
@@ -35,10 +41,21 @@ def references() -> dict[str, str]:
     plan = "\n".join(_section(schema) for schema in schemas)
     names = "\n".join(f"| `{alias}` | `{name}` |" for alias, name in sorted(ALIASES.items()))
     other = f"## Other names\n\nWhat other tools say is taken too.\n\n| there | here |\n|---|---|\n{names}\n"
+    other += f"\n## Settings of other tools\n\n{FOREIGN_INTRODUCTION}\n\n| there | here |\n|---|---|\n{_foreign()}\n"
     return {
         "plan.md": f"# The plan file\n\n{PLAN_INTRODUCTION}\n\n{plan}",
         "configuration.md": f"# Configuration\n\n{CONFIGURATION_INTRODUCTION}\n\n{_section(TrainConfig)}\n{other}",
     }
+
+
+def _foreign() -> str:
+    """Rows: settings with one answer, the answer."""
+    keys_of: dict[str, list[str]] = {}
+    for key in INSTEAD:
+        answer = advice(key, TrainConfig.model_fields)
+        assert answer is not None
+        keys_of.setdefault(answer, []).append(f"`{key}`")
+    return "\n".join(f"| {', '.join(keys)} | {answer} |" for answer, keys in sorted(keys_of.items()))
 
 
 def _section(schema: type[BaseModel]) -> str:

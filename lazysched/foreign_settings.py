@@ -66,7 +66,8 @@ _FREE = {
     "train_on_input": (False,), "train_on_prompt": (False,), "mask_history": (False,), "do_train": (True,),
     "stage": ("sft",), "warmup_steps": (0,), "trust_remote_code": (False,), "overwrite_output_dir": (True,),
     "fp16": (False,), "val_size": (0,), "val_set_size": (0,), "push_to_hub": (False,), "use_peft": (False,),
-    "pad_to_sequence_len": (True,),
+    "pad_to_sequence_len": (True,), "assistant_only_loss": (True,), "completion_only_loss": (True,),
+    "roles_to_train": (["assistant"],),
 }  # fmt: skip
 """Key -> values that ask for nothing, or for what is done anyway; null is one for every key of ``INSTEAD``."""
 MOST_TOLD = 20

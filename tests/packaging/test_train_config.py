@@ -228,7 +228,7 @@ def test_what_asks_for_nothing_may_stay(run: Prepared) -> None:
     harmless = (
         "finetuning_type: full", "adapter: null", "load_in_8bit: false", "load-in-4bit: false", "lora_r: null",
         "sample_packing: false", "train_on_inputs: false", "do_train: true", "stage: sft", "warmup_steps: 0",
-        "trust_remote_code: false", "deepspeed:",
+        "trust_remote_code: false", "deepspeed:", "assistant_only_loss: true", "roles_to_train: [assistant]",
     )  # fmt: skip
     Path("c.yaml").write_text("\n".join([SETTINGS, *harmless]), encoding="utf-8")
     assert main(["train", "c.yaml"]) == 0
