@@ -12,7 +12,6 @@ Attention's backward on a GPU adds in any order, so that a run there repeats onl
 from __future__ import annotations
 
 import argparse
-import json
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -31,7 +30,7 @@ from lazysched.runtime.train import train
 from lazysched.runtime.train_result import TrainResult
 from lazysched.schemas import Plan, StateFormat
 from lazysched.solver import solve
-from lazysched.step_rows import LOG_FILE
+from lazysched.step_rows import LOG_FILE, rows_of
 from lazysched.units import format_bytes
 
 FORMATS: tuple[StateFormat, ...] = get_args(StateFormat)
@@ -73,7 +72,7 @@ def main() -> None:
     steps.to_csv(folder / "convergence.csv", index=False)
     draw(steps, figures, folder / "convergence.png")
     show(figures)
-    print("wrote", save_rows("convergence", rows_of(figures, case, arguments), folder=folder))
+    print("wrote", save_rows("convergence", result_rows(figures, case, arguments), folder=folder))
 
 
 def run(case: Case, num_steps: int, arguments: argparse.Namespace) -> tuple[pd.DataFrame, dict[str, Figures]]:
@@ -112,7 +111,7 @@ def solved_plans(case: Case, model: str) -> dict[StateFormat, Plan]:
 
 def read_steps(log: Path, seed: int, state_format: StateFormat) -> pd.DataFrame:
     """Loss and gradient norm of each step of one run."""
-    steps = pd.DataFrame(json.loads(line) for line in log.read_text(encoding="utf-8").splitlines())
+    steps = pd.DataFrame(rows_of(log.read_text(encoding="utf-8")))
     return steps[["step", "loss", "grad_norm"]].assign(seed=seed, state_format=state_format)[
         ["seed", "state_format", "step", "loss", "grad_norm"]
     ]
@@ -136,7 +135,7 @@ def figures_of(results: Mapping[str, TrainResult]) -> Figures:
     return figures | {"relative_difference": (difference, "1")}
 
 
-def rows_of(figures: Mapping[str, Figures], case: Case, arguments: argparse.Namespace) -> list[dict[str, object]]:
+def result_rows(figures: Mapping[str, Figures], case: Case, arguments: argparse.Namespace) -> list[dict[str, object]]:
     """Rows for convergence.json; the command names files without their folders."""
     files = {"--model": arguments.model, "--data": arguments.data, "--eval-data": arguments.eval_data}
     options = [f"{option} {Path(file).name}" for option, file in files.items()]
