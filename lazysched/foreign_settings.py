@@ -19,6 +19,8 @@ _WARM_UP = "warmup_ratio, a share of all steps"
 _HELD_OUT = "eval_data, a file of held-out rows"
 _MICRO_BATCH = "the plan's micro-batch is taken"
 _TEMPLATE = "the tokenizer's own chat template is taken"
+_ITS_FILES = "the files of the model say it"
+_COLUMNS = "the columns say it, `--data-format` where they fit more than one"
 _ONE_GPU = "one GPU computes"
 _WORKERS = "the data are read once, before training"
 _NO_UPLOAD = "nothing is uploaded"
@@ -29,7 +31,7 @@ INSTEAD = {
     "batch_size": "per_device_train_batch_size", "warmup_steps": _WARM_UP, "num_warmup_steps": _WARM_UP,
     "clip_grad_norm": "max_grad_norm", "gradient_clipping": "max_grad_norm", "max_steps_per_epoch": "max_steps",
     "neat_packing": "packing", "data_seed": "seed", "random_seed": "seed",
-    "log_every_n_steps": "logging_steps", "save_only_model": "save_state_limit",
+    "log_every_n_steps": "logging_steps", "logging_strategy": "logging_steps", "save_only_model": "save_state_limit",
     "val_size": _HELD_OUT, "val_set_size": _HELD_OUT, "test_datasets": _HELD_OUT,
     "do_eval": _HELD_OUT, "eval_strategy": "eval_steps", "evaluation_strategy": "eval_steps",
     "evals_per_epoch": "eval_steps", "save_strategy": "save_steps", "saves_per_epoch": "save_steps",
@@ -38,6 +40,7 @@ INSTEAD = {
     "freeze_trainable_layers": "trainable", "freeze_trainable_modules": "trainable",
     "optim": _OPTIMIZER, "optimizer": _OPTIMIZER, "optim_args": _OPTIMIZER,
     "gradient_checkpointing*": _PLAN, "activation_offloading": _PLAN, "enable_activation_*": _PLAN,
+    "xformers_attention": _PLAN, "optimizer_in_bwd": _PLAN,
     "flash_attn": _PLAN, "flash_attention": _PLAN, "sdp_attention": _PLAN, "attn_implementation": _PLAN,
     "deepspeed": _PLAN, "fsdp": _PLAN, "fsdp_*": _PLAN, "torch_compile": _PLAN, "compile": _PLAN,
     "finetuning_type": _ALL_WEIGHTS, "adapter": _ALL_WEIGHTS, "adapter_*": _ALL_WEIGHTS, "lora_*": _ALL_WEIGHTS,
@@ -52,6 +55,11 @@ INSTEAD = {
     "overwrite_output_dir": "the folder of an earlier run is replaced",
     "stage": _SUPERVISED, "do_train": "train trains", "do_predict": "`lazysched evaluate` answers questions",
     "predict_with_generate": "`lazysched evaluate` answers questions",
+    "model_type": _ITS_FILES, "tokenizer*": _ITS_FILES, "special_tokens": _ITS_FILES, "eos_token": _ITS_FILES,
+    "pad_token": _ITS_FILES, "dataset_text_field": _COLUMNS, "field_messages": _COLUMNS,
+    "tf32": "matrices are multiplied in the profile's dtype", "shuffle": "rows are always shuffled",
+    "early_stopping_patience": "a run ends with max_steps or num_train_epochs",
+    "use_liger_kernel": "blocks and loss are compiled", "liger_*": "blocks and loss are compiled",
     "template": _TEMPLATE, "chat_template": _TEMPLATE,
     "preprocessing_num_workers": _WORKERS, "dataloader_num_workers": _WORKERS, "dataset_prepared_path": _WORKERS,
     "overwrite_cache": "tokens are made anew where the data have changed",
@@ -66,6 +74,7 @@ _FREE = {
     "train_on_input": (False,), "train_on_prompt": (False,), "mask_history": (False,), "do_train": (True,),
     "stage": ("sft",), "warmup_steps": (0,), "trust_remote_code": (False,), "overwrite_output_dir": (True,),
     "fp16": (False,), "val_size": (0,), "val_set_size": (0,), "push_to_hub": (False,), "use_peft": (False,),
+    "tf32": (False,), "shuffle": (True,), "optimizer_in_bwd": (False,),
     "pad_to_sequence_len": (True,), "assistant_only_loss": (True,), "completion_only_loss": (True,),
     "roles_to_train": (["assistant"],),
 }  # fmt: skip

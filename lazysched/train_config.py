@@ -20,8 +20,9 @@ from lazysched.trainable import check_trained, patterns_of
 from lazysched.units import parse_slice
 
 ALIASES = {
-    "model_name_or_path": "model", "base_model": "model", "dataset": "data", "train_dataset": "data",
-    "eval_dataset": "eval_data", "micro_batch_size": "per_device_train_batch_size", "cutoff_len": "max_length",
+    "model_name_or_path": "model", "base_model": "model", "dataset": "data", "dataset_name": "data",
+    "train_dataset": "data", "eval_dataset": "eval_data", "micro_batch_size": "per_device_train_batch_size",
+    "cutoff_len": "max_length",
     "sequence_len": "max_length", "max_seq_length": "max_length", "seq_len": "max_length",
     "num_epochs": "num_train_epochs", "lr_scheduler": "lr_scheduler_type",
     "unfrozen_parameters": "trainable", "sample_packing": "packing", "packed": "packing",

@@ -104,7 +104,8 @@ class Encoder:
             return self._render_template(text, row.place)
         plain = without_template(text, row.place) if isinstance(text, Conversation) else text
         whole = plain.prompt + plain.completion
-        return _Rendered(whole, (_Turn(plain.prompt, whole),), is_templated=False)
+        is_left_out = isinstance(text, Conversation) and len(text.messages) - 1 in text.left_out
+        return _Rendered(whole, () if is_left_out else (_Turn(plain.prompt, whole),), is_templated=False)
 
     def _render_template(self, conversation: Conversation, where: str) -> _Rendered:
         messages = conversation.messages

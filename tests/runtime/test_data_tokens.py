@@ -182,6 +182,13 @@ def test_tokens_made_before_stay_as_they_are() -> None:
 
 
 class TestWithoutTemplate:
+    def test_an_answer_that_is_left_out_is_not_trained(self) -> None:
+        tokenizer = make_tokenizer()
+        assert trained(tokenizer, replace(conversation("a", "b"), left_out=(0,))) == trained(
+            tokenizer, conversation("a", "b")
+        )
+        assert trained(tokenizer, replace(conversation("a", "b"), left_out=(1,))) == []
+
     def test_question_and_answer_are_two_lines(self) -> None:
         tokenizer = make_tokenizer()
         row = encode(tokenizer, conversation("2+2?", "4"))
