@@ -76,9 +76,10 @@ def _refuse_old_checkpoints(output_dir: Path) -> None:
 
 
 def _named(output_dir: Path, name: str) -> Path:
-    inside = output_dir / name
-    is_there = not Path(name).exists() and Path(name).name == name and inside.is_dir()
-    return inside if is_there else Path(name)
+    """The folder, or the one of that name alone in ``output_dir``."""
+    path = Path(name)
+    is_inside = not path.exists() and path.parent == Path() and (output_dir / path).is_dir()
+    return output_dir / path if is_inside else path
 
 
 def _newest(output_dir: Path, console: Console) -> Checkpoint:

@@ -171,7 +171,7 @@ def test_one_of_the_output_folders_checkpoints_by_its_name(
     run: SmallRun, plan: Plan, cut: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    run.train(plan, cut, 6, resume_from_checkpoint="checkpoint-3")
+    run.train(plan, cut, 6, resume_from_checkpoint="checkpoint-3/")
     assert weights_of(cut) == weights_of(whole)
     assert log_of(cut) == log_of(whole)
 
