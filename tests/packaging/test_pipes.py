@@ -80,3 +80,38 @@ def test_ctrl_c_while_importing_is_one_line(tmp_path: Path) -> None:
         cwd=tmp_path, capture_output=True, text=True, check=False, timeout=120,
     )  # fmt: skip
     assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "error: interrupted\n")
+
+
+INTERRUPTED_AMID_A_DESTRUCTOR = """
+import signal, time
+from lazysched import __main__, cli
+
+class Closing:
+    def __del__(self):
+        signal.raise_signal(signal.SIGINT)  # Python prints the KeyboardInterrupt and goes on
+
+def main():
+    Closing()
+    time.sleep(60)
+
+cli.main = main
+__main__.entry_point()
+"""
+
+
+def test_ctrl_c_amid_a_destructor_is_not_lost(tmp_path: Path) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED_AMID_A_DESTRUCTOR],
+        cwd=tmp_path, capture_output=True, text=True, check=False, timeout=50,
+    )  # fmt: skip
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "error: interrupted\n")
+
+
+def test_other_errors_of_destructors_are_shown_as_before(tmp_path: Path) -> None:
+    script = INTERRUPTED_AMID_A_DESTRUCTOR.replace("signal.raise_signal(signal.SIGINT)", "raise OSError(5)")
+    ended = subprocess.run(
+        [sys.executable, "-c", script.replace("time.sleep(60)", "return 0")],
+        cwd=tmp_path, capture_output=True, text=True, check=False, timeout=50,
+    )  # fmt: skip
+    assert ended.returncode == 0
+    assert "OSError: 5" in ended.stderr
