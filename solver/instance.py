@@ -6,7 +6,6 @@ because raw bytes beside milliseconds would span more orders of magnitude than a
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, replace
@@ -38,8 +37,6 @@ from lazysched.solver.options import (
     GB,
     IN_FILES,
     PLACES,
-    RESIDENT,
-    STREAMED,
     SaveOption,
     Scope,
     StageCosts,
@@ -49,6 +46,7 @@ from lazysched.solver.options import (
 )
 from lazysched.solver.pins import Pin, of_stage
 from lazysched.solver.saving import Saving
+from lazysched.solver.vocabulary import vocabulary_option, vocabulary_pairs
 from lazysched.timeline import BUSY_SHARE
 from lazysched.trainable import first_trained, trained_part
 
@@ -193,7 +191,11 @@ class Instance:
         pairs = vocabulary_pairs(self.tied)
         ends = (self.embed_stage, self.head_stage)
         embeds, heads = (_allowed(self._state_choices, of_stage(self.pins, stage)) for stage in ends)
-        return tuple(self._vocabulary(embed, head) for embed, head in pairs if embed in embeds and head in heads)
+        return tuple(
+            vocabulary_option((embed, self.embed), (head, self.head))
+            for embed, head in pairs
+            if embed in embeds and head in heads
+        )
 
     @property
     def _state_choices(self) -> tuple[StateChoice, ...]:
@@ -321,34 +323,8 @@ class Instance:
             write_both_s=self.file_s("nvme_write", own_bytes + record_bytes),
         )
 
-    def _vocabulary(self, embed: StateChoice, head: StateChoice) -> VocabularyOption:
-        pairs: list[tuple[StateChoice, StageCosts]] = [(embed, self.embed), (head, self.head)]
-        slot_gb = max(self.embed.weight_gb, self.head.weight_gb) if embed in STREAMED else 0.0
-        from_files_gb = max((costs.weight_gb for choice, costs in pairs if choice == "nvme"), default=0.0)
-        return VocabularyOption(
-            embed,
-            head,
-            gpu_gb=slot_gb + sum(costs.on_gpu_gb(choice) for choice, costs in pairs),
-            host_gb=sum(costs.on_host_gb(choice) for choice, costs in pairs) + from_files_gb,
-            moved_gb=sum(costs.moved_gb(choice) for choice, costs in pairs) + from_files_gb,
-            grads_slot_gb=max((costs.grads_gb for choice, costs in pairs if choice != "gpu"), default=0.0),
-            nvme_gb=sum(costs.in_files_gb(choice) for choice, costs in pairs),
-            record_gb=max(costs.record_gb(choice) for choice, costs in pairs),
-        )
-
     def _only(self, stage: Stage) -> SaveVariant:
         return measured_variants(self.profile, stage.structure, self.candidate.micro_batch)[0]
-
-
-def vocabulary_pairs(tied: bool) -> list[tuple[StateChoice, StateChoice]]:
-    """Every joint choice for embedding and head that differs in cost, in any tier.
-
-    A vocabulary matrix that streams has a buffer of its own anyway, so streaming differs from ``resident`` only when
-    both stream and share one slot, which a tied pair cannot.
-    """
-    own: tuple[StateChoice, ...] = ("gpu", *RESIDENT)
-    pairs = list(itertools.product(own, own))
-    return pairs if tied else [*pairs, *itertools.product(STREAMED, STREAMED)]
 
 
 def _allowed(choices: Sequence[StateChoice], pins: Sequence[Pin]) -> tuple[StateChoice, ...]:

@@ -7,9 +7,9 @@ from itertools import combinations, product
 
 from lazysched.errors import UsageError
 from lazysched.schemas import Plan, Profile, Stage, StagePlan, Tier
-from lazysched.solver.instance import vocabulary_pairs
 from lazysched.solver.options import PLACES, Scope, stage_plan
 from lazysched.solver.pins import Pin, of_stage, parse_pins
+from lazysched.solver.vocabulary import vocabulary_pairs
 
 ONE_SLOT = "embedding and head stream together, through one slot, or not at all: alone each has its own buffer anyway"
 
