@@ -200,11 +200,11 @@ def profile(
     if numa_bind and from_run is None and (hardware_only or model is not None):
         from lazysched.runtime.binding import bind_to_gpu
 
-        bind_to_gpu(device, Console())
+        bind_to_gpu(device, Console(emoji=False))
     if hardware_only:
         machine = measure_machine(context, _explicit(device), storage, pin_limit_bytes)
         machine.save(output)
-        show_machine(machine, Console())
+        show_machine(machine, Console(emoji=False))
     elif from_run is not None or profile_file is not None:
         _refine_profile(context, from_run, profile_file).save(output)
     elif model is None:
@@ -212,7 +212,7 @@ def profile(
     else:
         from lazysched.profiles.measure import profile as measure
 
-        with profile_shown(Console(stderr=True)) as report:
+        with profile_shown(Console(stderr=True, emoji=False)) as report:
             measured = measure(
                 model, device=_explicit(device), dtype=_explicit(dtype), seq_len=seq_len,
                 micro_batches=micro_batch or [1, 2, 4], storage_dir=None if storage is None else str(storage),
@@ -221,10 +221,10 @@ def profile(
             )  # fmt: skip
         measured.save(output)
         for warning in measured.doubts():
-            warn(Console(stderr=True), warning)
+            warn(Console(stderr=True, emoji=False), warning)
         if measured.trainable:
-            Console().print(f"trained: {trained_share(measured.stages)}", highlight=False)
-    Console().print(f"wrote {output}", highlight=False, markup=False)
+            Console(emoji=False).print(f"trained: {trained_share(measured.stages)}", highlight=False)
+    Console(emoji=False).print(f"wrote {output}", highlight=False, markup=False)
 
 
 def _refine_profile(context: typer.Context, from_run: Path | None, profile_file: Path | None) -> Profile:
@@ -260,7 +260,7 @@ def quickstart(
     """Profile, solve and train a small real model on generated word problems, in a few minutes."""
     from lazysched.quickstart import run_quickstart
 
-    run_quickstart(output_dir, device=_explicit(device), console=Console())
+    run_quickstart(output_dir, device=_explicit(device), console=Console(emoji=False))
 
 
 def _explicit(choice: str) -> str | None:

@@ -81,7 +81,7 @@ def _host_in_words(machine: Hardware) -> str:
 
 
 def _note(text: str) -> None:
-    Console(stderr=True).print(f"note: {text}", highlight=False, markup=False, soft_wrap=True)
+    Console(stderr=True, emoji=False).print(f"note: {text}", highlight=False, markup=False, soft_wrap=True)
 
 
 def _of_sizes(profile: Profile, micro_batches: Sequence[int]) -> Profile:
@@ -119,7 +119,7 @@ def show_machine(machine: Hardware, console: Console) -> None:
     for name, note in machine.notes.items():
         say(console, f"{name}: {note}")
     for doubt in machine.doubts():
-        warn(Console(stderr=True), doubt)
+        warn(Console(stderr=True, emoji=False), doubt)
 
 
 _UNITS = {

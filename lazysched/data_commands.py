@@ -37,7 +37,7 @@ def prepare(
 ) -> None:
     """Tokenise DATA for MODEL, so that training begins at once, and say where the tokens are."""
     dataset, _ = _load(data, model, seq_len, data_format, cache_dir)
-    _print(Console(), dataset, data)
+    _print(Console(emoji=False), dataset, data)
 
 
 @app.command()
@@ -58,7 +58,7 @@ def preview(
     dataset, tokenizer = _load(data, model, seq_len, data_format, cache_dir)
     from lazysched.runtime.data.preview import preview_rows, print_preview
 
-    console = Console()
+    console = Console(emoji=False)
     if asked is not None or num_rows:
         print_preview(dataset, preview_rows(dataset, asked, num_rows), tokenizer, console)
     _print(console, dataset, data)

@@ -36,7 +36,7 @@ def evaluate(
         require_no_input(output, {"--data": data, "--model": model})
     from lazysched.runtime.exact_match import exact_match
 
-    console, progress = Console(), Console(stderr=True)
+    console, progress = Console(emoji=False), Console(stderr=True, emoji=False)
 
     def report(done: int, right: int) -> None:
         progress.print(f"{done} rows answered, {right} right", highlight=False)

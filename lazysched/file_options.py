@@ -64,7 +64,7 @@ def without_unexecuted_files(settings: dict[str, Any]) -> dict[str, Any]:
     if not num_bytes or not settings["executable_only"] or executes_files():
         return settings
     warn(
-        Console(stderr=True),
+        Console(stderr=True, emoji=False),
         f"--nvme {format_bytes(num_bytes)}: the runtime does not execute files yet, so this plan uses none; "
         f"--not-executable shows one that does",
     )

@@ -13,7 +13,7 @@ from typing import Any
 
 _PLAN = "the plan decides"
 _ALL_WEIGHTS = "all weights are trained here, there is no LoRA or quantisation"
-_ANSWERS = "answers alone are trained"
+_ANSWERS = 'answers alone are trained, all of them but messages with "weight": 0'
 _OPTIMIZER = "AdamW is the optimizer, `lazysched solve --optimizer-state` chooses how its state is kept"
 _WARM_UP = "warmup_ratio, a share of all steps"
 _HELD_OUT = "eval_data, a file of held-out rows"
@@ -21,6 +21,9 @@ _MICRO_BATCH = "the plan's micro-batch is taken"
 _TEMPLATE = "the tokenizer's own chat template is taken"
 _ITS_FILES = "the files of the model say it"
 _COLUMNS = "the columns say it, `--data-format` where they fit more than one"
+_MEAN = "the loss is the mean over trained tokens"
+_COMPILED = "blocks and loss are compiled"
+_NO_MODE = "there is no such mode"
 _ONE_GPU = "one GPU computes"
 _WORKERS = "the data are read once, before training"
 _NO_UPLOAD = "nothing is uploaded"
@@ -40,6 +43,7 @@ INSTEAD = {
     "freeze_trainable_layers": "trainable", "freeze_trainable_modules": "trainable",
     "optim": _OPTIMIZER, "optimizer": _OPTIMIZER, "optim_args": _OPTIMIZER,
     "gradient_checkpointing*": _PLAN, "activation_offloading": _PLAN, "enable_activation_*": _PLAN,
+    "s2_attention": _PLAN, "eager_attention": _PLAN, "disable_gradient_checkpointing": _PLAN,
     "xformers_attention": _PLAN, "optimizer_in_bwd": _PLAN,
     "flash_attn": _PLAN, "flash_attention": _PLAN, "sdp_attention": _PLAN, "attn_implementation": _PLAN,
     "deepspeed": _PLAN, "fsdp": _PLAN, "fsdp_*": _PLAN, "torch_compile": _PLAN, "compile": _PLAN,
@@ -59,10 +63,26 @@ INSTEAD = {
     "pad_token": _ITS_FILES, "dataset_text_field": _COLUMNS, "field_messages": _COLUMNS,
     "tf32": "matrices are multiplied in the profile's dtype", "shuffle": "rows are always shuffled",
     "early_stopping_patience": "a run ends with max_steps or num_train_epochs",
-    "use_liger_kernel": "blocks and loss are compiled", "liger_*": "blocks and loss are compiled",
+    "use_liger_kernel": _COMPILED, "enable_liger_kernel": _COMPILED, "liger_*": _COMPILED,
     "template": _TEMPLATE, "chat_template": _TEMPLATE,
     "preprocessing_num_workers": _WORKERS, "dataloader_num_workers": _WORKERS, "dataset_prepared_path": _WORKERS,
     "overwrite_cache": "tokens are made anew where the data have changed",
+    "pref_*": _SUPERVISED, "rl": _SUPERVISED, "ref_model*": _SUPERVISED,
+    "neftune_noise_alpha": "embeddings get no noise",
+    "use_galore": _OPTIMIZER, "use_badam": _OPTIMIZER, "use_apollo": _OPTIMIZER, "use_muon": _OPTIMIZER,
+    "use_dora": _ALL_WEIGHTS, "loraplus_*": _ALL_WEIGHTS, "rope_scaling": _ITS_FILES, "streaming": _WORKERS,
+    "mix_strategy": "one file is trained", "interleave_probs": "one file is trained",
+    "tokenized_path": "tokens are kept in a cache, `lazysched data prepare` makes them ahead",
+    "default_system": "write a system turn into the rows", "freeze_vision_tower": "no images are trained",
+    "freeze_multi_modal_projector": "no images are trained", "freeze_language_model": "no images are trained",
+    "plugins": "there are none", "save_safetensors": "safetensors are written",
+    "model_revision": "model, a folder of it",
+    "packing_strategy": _PLAN, "padding_free": _PLAN, "loss_type": _MEAN, "loss": _MEAN, "dataset_kwargs": _COLUMNS,
+    "use_cpu": "device, as cpu", "no_cuda": "device, as cpu", "metric_logger": "report_to", "profiler": "trace",
+    "checkpointer": "model", "strict": _NO_MODE, "debug": _NO_MODE,
+    "eval_table_size": "`lazysched evaluate` keeps answers",
+    "eval_sample_packing": _PLAN, "eval_packing": _PLAN, "dataset_num_proc": _WORKERS, "num_processes": _ONE_GPU,
+    "lr_scheduler_kwargs": "the schedules have none", "auto_resume_from_checkpoints": "resume",
     "ddp_*": _ONE_GPU, "local_rank": _ONE_GPU,
     "plot_loss": "`lazysched report` draws the loss", "push_to_hub": _NO_UPLOAD, "hub_*": _NO_UPLOAD,
     "wandb_*": "report_to, and W&B's environment variables", "logging_dir": "logs go to the output folder",
@@ -76,10 +96,15 @@ _FREE = {
     "fp16": (False,), "val_size": (0,), "val_set_size": (0,), "push_to_hub": (False,), "use_peft": (False,),
     "tf32": (False,), "shuffle": (True,), "optimizer_in_bwd": (False,),
     "pad_to_sequence_len": (True,), "assistant_only_loss": (True,), "completion_only_loss": (True,),
-    "roles_to_train": (["assistant"],),
+    "roles_to_train": (["assistant"],), "save_only_model": (False,), "do_eval": (False,), "neat_packing": (False,),
+    "pure_bf16": (False,), "eval_strategy": ("no", "steps", False), "evaluation_strategy": ("no", "steps", False),
+    "save_strategy": ("steps",), "logging_strategy": ("steps",), "strict": (False,), "debug": (False,),
+    "eval_sample_packing": (False,), "eval_packing": (False,), "streaming": (False,), "save_safetensors": (True,),
+    "freeze_vision_tower": (True,), "freeze_multi_modal_projector": (True,), "use_liger_kernel": (False,),
+    "enable_liger_kernel": (False,), "use_cpu": (False,), "no_cuda": (False,), "padding_free": (False,),
 }  # fmt: skip
 """Key -> values that ask for nothing, or for what is done anyway; null is one for every key of ``INSTEAD``."""
-MOST_TOLD = 20
+MOST_TOLD = 40
 """Keys that mean nothing, in one error."""
 
 

@@ -7,9 +7,9 @@ from rich.console import Console
 
 def say(console: Console, text: str) -> None:
     """Show a line."""
-    console.print(text, highlight=False, markup=False, soft_wrap=True)
+    console.print(text, highlight=False, markup=False, emoji=False, soft_wrap=True)
 
 
 def warn(console: Console, text: str) -> None:
     """Show a line as a warning."""
-    console.print(f"warning: {text}", style="yellow", highlight=False, markup=False, soft_wrap=True)
+    console.print(f"warning: {text}", style="yellow", highlight=False, markup=False, emoji=False, soft_wrap=True)

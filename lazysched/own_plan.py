@@ -78,6 +78,8 @@ def _make_plan(settings: TrainConfig, rows: int, budgets: Budgets, console: Cons
         profile, batch_size=rows, max_grad_norm=clip_norm, gpu_memory_bytes=budgets.gpu_bytes,
         host_memory_bytes=budgets.host_bytes,
     )  # fmt: skip
+    if solution.interrupted:  # `solve` takes Ctrl-C for "that is enough"; here it ends the run
+        raise KeyboardInterrupt
     plan, peaks, path = solution.plan, solution.timeline.peak_bytes, plan_path(settings)
     _keep_other(path, plan, console)
     plan.save(path)
@@ -95,10 +97,10 @@ def _decisions(plan: Plan) -> Plan:
 def _keep_other(path: Path, plan: Plan, console: Console) -> None:
     """Give another plan that is there, which may have been edited by hand, the first free number."""
     with contextlib.suppress(UsageError):
-        if not path.exists() or _decisions(Plan.load(path)) == _decisions(plan):
+        if not os.path.lexists(path) or _decisions(Plan.load(path)) == _decisions(plan):
             return
     names = (path.with_name(f"{path.stem}.{number}.json") for number in itertools.count(1))
-    kept = path.rename(next(name for name in names if not name.exists()))
+    kept = path.rename(next(name for name in names if not os.path.lexists(name)))
     say(console, f"the plan that was there is now {kept}; --plan {kept} trains as it says")
 
 

@@ -104,14 +104,14 @@ def solve(
         "optimizer_state": optimizer_state, "time_limit_s": time_limit, "gap": gap, "seed": seed,
     }  # fmt: skip
     settings = file_options.without_unexecuted_files(settings)
-    console = Console()
+    console = Console(emoji=False)
     if budgets is not None:
         plan_commands.solve_sweep(measured, budgets, {"batch_size": rows, **settings}, output, console)
         return
     from lazysched.solver import solve as find_plan
     from lazysched.solver.report import print_solution
 
-    progress, best = Console(stderr=True), None
+    progress, best = Console(stderr=True, emoji=False), None
     with search_shown(time_limit, progress, "a batch" if rows is None else "") as report:
         if rows is None:
             best = plan_commands.solve_batches(measured, {**settings, "report": report}, progress)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 LOG_FILE = "log.jsonl"
@@ -97,6 +97,8 @@ def rows_of(text: str) -> list[StepRow]:
     """
     whole, newline, _ = text.rpartition("\n")
     rows = [row_of(line) for line in (whole + newline).splitlines()]
+    if rows and rows[0].step < 0:  # of a version that counted from 0
+        rows = [replace(row, step=row.step + 1) for row in rows]
     if [row.step for row in rows] != [*range(len(rows))]:
         raise ValueError(f"steps are not 1 to {len(rows)}, one a line")
     return rows

@@ -135,7 +135,7 @@ def train(
 
     check_reporters(settings.report_to)
     _refuse_inputs(config, settings)
-    arguments, console = settings.run_arguments(), Console()
+    arguments, console = settings.run_arguments(), Console(emoji=False)
     planned = plan_to_make(settings, console) if settings.plan is None else _given_plan(settings, console)
     from lazysched.runtime.binding import bind_to_gpu
     from lazysched.runtime.finished import FinishedRun

@@ -36,6 +36,8 @@ PLANNED = (
 )  # fmt: skip
 """What a plan decides."""
 NEEDED = ("model", "data", "output_dir")
+_MERGE = "tag:yaml.org,2002:merge"
+"""Of the key ``<<``, which stands for those of another mapping."""
 
 
 class TrainConfig(Schema):
@@ -83,7 +85,7 @@ class TrainConfig(Schema):
     trace: str | None = None
     """File for a timeline of some steps, in Chrome's trace format."""
     trace_steps: str | None = None
-    """Which steps, as ``2:5``, counted from 0."""
+    """Which steps, as ``"2:5"``, counted from 0; in a file with its quotes, or YAML reads a number."""
     report_to: list[ReporterName] = Field(default_factory=list)
     """``tensorboard``, ``wandb``, ``trackio``, or several of them; nothing is reported unless it is asked for."""
     eval_steps: int = Field(default=0, ge=0)
@@ -142,6 +144,12 @@ class TrainConfig(Schema):
         """A shell would have replaced ``~``, a configuration file does not."""
         return str(Path(value).expanduser()) if value is not None and value.startswith("~") else value
 
+    @field_validator("max_steps", "bf16", mode="before")
+    @classmethod
+    def _left_open(cls, value: Any) -> Any:
+        """What transformers and Axolotl write for no limit and for the model's own type."""
+        return None if value in (-1, "-1", "auto") else value
+
     @field_validator("output_dir")
     @classmethod
     def _folder_of_its_own(cls, value: str) -> str:
@@ -159,7 +167,7 @@ class TrainConfig(Schema):
         found = [part.strip() for name in names for part in str(name).split(",")]
         if "all" in found:
             raise ValueError(f"name those you want of {', '.join(get_args(ReporterName))}")
-        return [] if found == ["none"] else found
+        return [] if [name.lower() for name in found] == ["none"] else found
 
     @field_validator("trainable", mode="before")
     @classmethod
@@ -246,6 +254,8 @@ def read_config(path: Path) -> dict[str, Any]:
     try:
         read, written = _parsed(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
+        if str(path).lower() in ("true", "false") or "=" in path.name:
+            raise UsageError(f"{path}: is no file; flags are written as --bf16, --no-bf16 or --max-steps 100") from None
         reason = getattr(error, "strerror", None) or "no text"
         raise UsageError(f"{path}: cannot be read ({reason}); name a YAML file of settings") from None
     except (yaml.YAMLError, RecursionError, ValueError) as error:  # a date or an integer that there is not
@@ -270,15 +280,18 @@ def _parsed(text: str) -> tuple[Any, list[str]]:
     loader = yaml.SafeLoader(text)
     try:
         root = loader.get_single_node()
-        written = [str(key.value) for key, _ in root.value] if isinstance(root, yaml.MappingNode) else []
-        return (None if root is None else loader.construct_document(root)), written
+        nodes = [key for key, _ in root.value] if isinstance(root, yaml.MappingNode) else []
+        written = [str(key.value) for key in nodes if key.tag != _MERGE]
+        found = None if root is None else loader.construct_document(root)
+        merged = [str(key) for key in found or () if len(written) < len(nodes) and str(key) not in written]
+        return found, [*written, *merged]
     finally:
         loader.dispose()
 
 
 def _refuse_unknown(path: Path, written: list[str], values: Mapping[str, Any]) -> None:
     """Refuse all keys that mean nothing here, in one error; what asks for nothing may stay."""
-    unknown = [key for key in written if _field_of(key) is None and not asks_for_nothing(key, values[key])]
+    unknown = [key for key in written if _field_of(key) is None and not asks_for_nothing(key, values.get(key))]
     if unknown:
         raise UsageError(f"{path}: {unknown_settings(unknown, TrainConfig.model_fields, ALIASES)}")
 

@@ -146,7 +146,7 @@ def check_checkpoint(checkpoint: Path) -> Manifest:
     if not checkpoint.is_dir():
         raise UsageError(f"{checkpoint}: no such checkpoint; check the path")
     if not (checkpoint / MANIFEST_FILE).is_file():
-        raise UsageError(f"{checkpoint}: has no {MANIFEST_FILE}, so its saving was cut; use another one")
+        raise UsageError(f"{checkpoint}: has no {MANIFEST_FILE}: no checkpoint, or its saving was cut; use another one")
     manifest = Manifest.load(checkpoint / MANIFEST_FILE)
     for name, entry in manifest.files.items():
         _check_file(checkpoint / name, entry)

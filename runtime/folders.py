@@ -26,6 +26,7 @@ MANIFEST = "lazysched.json"
 STATE_FILE = "training_state.json"
 """The first file that is written into a checkpoint and the last that is removed: by it ours are told from others'."""
 _CHECKPOINT = re.compile(r"(tmp-)?checkpoint-\d+")
+_OTHER_LOG = re.compile(r"log\.\d+\.jsonl")
 _OWN_HEADS = {re.compile(r"log(\.\d+)?\.jsonl(\.tmp)?"): LOG_HEAD, re.compile(re.escape(REPORT_FILE)): REPORT_HEAD}
 """Name of a file that a run puts there beside its result -> how it begins."""
 
@@ -121,7 +122,7 @@ def _remove_leftovers(target: Path) -> None:
             shutil.rmtree(folder)
     for folder in _named_by_pid(target, "old"):
         if target.exists():
-            _carry_checkpoints(folder, target)
+            _carry_over(folder, target)
             shutil.rmtree(folder)
         else:
             folder.rename(target)
@@ -133,10 +134,10 @@ def _named_by_pid(target: Path, kind: str) -> list[Path]:
     return [path for path in target.parent.iterdir() if pattern.fullmatch(path.name) and path.is_dir()]
 
 
-def _carry_checkpoints(retired: Path, target: Path) -> None:
-    """Move checkpoints to the new folder; each is one rename, so that none is lost wherever this is cut."""
+def _carry_over(retired: Path, target: Path) -> None:
+    """Move checkpoints and logs of other runs to the new folder; each is one rename, so that none is lost if cut."""
     for entry in retired.iterdir() if retired.is_dir() else ():
-        if is_checkpoint(entry):
+        if is_checkpoint(entry) or (_OTHER_LOG.fullmatch(entry.name) and is_own_file(entry)):
             entry.rename(target / entry.name)
 
 
@@ -174,7 +175,7 @@ def _swap(temporary: Path, target: Path) -> None:
         if retired.exists():
             retired.rename(target)
         raise
-    _carry_checkpoints(retired, target)
+    _carry_over(retired, target)
     for folder in (target, target.parent):
         sync(folder)
     shutil.rmtree(retired, ignore_errors=True)

@@ -76,10 +76,14 @@ def _refuse_old_checkpoints(output_dir: Path) -> None:
 
 
 def _named(output_dir: Path, name: str) -> Path:
-    """The folder, or the one of that name alone in ``output_dir``."""
-    path = Path(name)
-    is_inside = not path.exists() and path.parent == Path() and (output_dir / path).is_dir()
-    return output_dir / path if is_inside else path
+    """The one of that name alone in ``output_dir``, else the folder."""
+    if not name:
+        raise UsageError(
+            "resume_from_checkpoint: names nothing; give a checkpoint's folder, or --resume for the newest"
+        )
+    alone = name.rstrip("/")
+    inside = output_dir / alone
+    return inside if "/" not in alone and inside.is_dir() else Path(name)
 
 
 def _newest(output_dir: Path, console: Console) -> Checkpoint:

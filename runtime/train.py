@@ -121,7 +121,7 @@ def prepare(
     _check_evaluation(eval_steps, eval_data)
     check_reporters(report_to)
     policy = SavingPolicy(save_steps, save_total_limit, save_state_limit)
-    console = console or Console()
+    console = console or Console(emoji=False)
     target = choose_device(device)
     folder = Path(output_dir)
     undo_cut_swap(folder)

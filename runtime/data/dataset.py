@@ -204,9 +204,14 @@ def _encoded(
             if num_kept
             else "all labels are masked"
         )
+        remedy = (
+            "profile and solve with a larger --seq-len, or check the format"
+            if num_too_long
+            else "check the format, and what leaves turns out (weight, train)"
+        )
         raise UsageError(
             f"{data}: {which}: {num_too_long} rows have their answer beyond {seq_len} tokens, "
-            f"{num_untrained} have none; profile and solve with a larger --seq-len, or check the format"
+            f"{num_untrained} have none; {remedy}"
         )
 
 

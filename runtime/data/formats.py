@@ -94,6 +94,8 @@ def conversation_of(
 
 
 def _from_prompt(row: Row) -> TrainingText:
+    if isinstance(row.value("label"), bool):
+        raise row.error("'label' marks a preference, which is not trained here; keep good completions, drop the column")
     if row.is_list("prompt") != row.is_list("completion"):
         raise row.error("'prompt' and 'completion' are of two kinds; write two strings or two lists of messages")
     if not row.is_list("prompt"):

@@ -12,8 +12,10 @@ from lazysched.runtime.data.row import Message, Row
 _FUNCTION_CALL = "function_call"
 _KEPT = ("name", "tool_call_id", "reasoning_content")
 """Keys beside role and content that templates know."""
-_IS_TRAINED = ("weight", "train", "training")
-"""Keys by which files leave a turn out: of OpenAI, and two of Axolotl."""
+_IS_TRAINED = ("weight", "train", "training", "loss")
+"""Keys by which files leave a turn out: of OpenAI, two of Axolotl, and of ms-swift."""
+_PARTS = "training_detail"
+"""Axolotl's key for parts of a turn."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ def read_messages(row: Row, key: str, tags: Tags) -> tuple[Message, ...]:
 
 
 def read_left_out(row: Row, key: str) -> tuple[int, ...]:
-    """Indices of messages under ``key`` that are not to be trained: by ``weight``, ``train`` or ``training``.
+    """Indices of messages under ``key`` that are not to be trained: by ``weight``, ``train``, ``training`` or ``loss``.
 
     Raises:
         UsageError: one of these is neither true nor false, nor 1 or 0.
@@ -65,6 +67,8 @@ def read_left_out(row: Row, key: str) -> tuple[int, ...]:
 
 def _is_trained(row: Row, message: Mapping[str, Any], name: str) -> bool:
     """Whether none of the message's own keys leaves it out."""
+    if message.get(_PARTS):
+        raise row.error(f"{name}[{_PARTS!r}]: parts of a turn cannot be left out; remove it, or split the row")
     values = {key: message[key] for key in _IS_TRAINED if message.get(key) is not None}
     for key, value in values.items():
         if value not in (0, 1):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from lazysched import solver
 from lazysched.cli import main
 from lazysched.own_plan import sizes_of
 from lazysched.profiles import measure
@@ -68,6 +70,19 @@ def test_another_plan_that_is_there_is_kept(
     plans = [tmp_path / f"out-plan{number}.json" for number in ("", ".2")]
     assert [Plan.load(path).update.clip_norm for path in plans] == [2.0, 1.0]
     assert not (tmp_path / "out-plan.3.json").exists()
+
+
+def test_ctrl_c_while_it_solves_ends_the_run(
+    settings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`lazysched solve` takes it for "that is enough"."""
+    whole = solver.solve
+    monkeypatch.setattr(
+        solver, "solve", lambda *args, **kwargs: dataclasses.replace(whole(*args, **kwargs), interrupted=True)
+    )
+    before = {path.name for path in tmp_path.iterdir()}
+    assert main([*settings, "--output-dir", str(tmp_path / "out")]) == 130
+    assert {path.name for path in tmp_path.iterdir()} == before | {"profiles"}
 
 
 def test_another_number_of_threads_is_measured_apart(

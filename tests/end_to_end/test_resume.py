@@ -120,7 +120,7 @@ def lead_out(checkpoint: Path) -> None:
 
 
 DAMAGES: list[tuple[Callable[[Path], object], str]] = [
-    (lambda path: (path / "manifest.json").unlink(), "has no manifest.json, so its saving was cut"),
+    (lambda path: (path / "manifest.json").unlink(), "has no manifest.json: no checkpoint, or its saving was cut"),
     (lambda path: (path / "manifest.json").write_text("{"), "not valid JSON"),
     (lambda path: (path / "model.safetensors").unlink(), "model.safetensors: is missing"),
     (truncate, "optimizer.safetensors: has 1000 bytes, the manifest says"),
@@ -171,6 +171,7 @@ def test_one_of_the_output_folders_checkpoints_by_its_name(
     run: SmallRun, plan: Plan, cut: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "checkpoint-3").mkdir()  # another run's, perhaps
     run.train(plan, cut, 6, resume_from_checkpoint="checkpoint-3/")
     assert weights_of(cut) == weights_of(whole)
     assert log_of(cut) == log_of(whole)
@@ -287,6 +288,7 @@ def test_wrong_questions_are_refused(run: SmallRun, plan: Plan, cut: Path, tmp_p
     assert both.startswith("resume_from_checkpoint: x beside resume")
     assert "holds no valid checkpoint; leave --resume out" in refused(run, plan, tmp_path / "new", resume=True)
     assert "no such checkpoint" in refused(run, plan, cut, resume_from_checkpoint=str(tmp_path / "absent"))
+    assert refused(run, plan, cut, resume_from_checkpoint="").startswith("resume_from_checkpoint: names nothing")
     assert refused(run, plan, tmp_path / "new", save_steps=-1).startswith("save_steps: -1 is out of range")
     assert refused(run, plan, tmp_path / "new", save_total_limit=0).startswith("save_total_limit: 0 is out of range")
     assert refused(run, plan, cut, resume=True, trace=str(tmp_path / "t"), trace_steps=slice(0, 2)).startswith(

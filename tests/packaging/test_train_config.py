@@ -224,6 +224,35 @@ def test_wrong_settings_are_one_line(
     assert not run
 
 
+@pytest.mark.parametrize("key", ["on", "null", "0x10", "~"])
+def test_keys_that_yaml_reads_as_something_else_are_unknown(
+    run: Prepared, capsys: pytest.CaptureFixture[str], key: str
+) -> None:
+    Path("c.yaml").write_text(f"{SETTINGS}\n{key}: 3\n", encoding="utf-8")
+    assert f"c.yaml: {key}: unknown setting" in refused(capsys, ["train", "c.yaml"])
+
+
+def test_a_mapping_may_be_merged_in(run: Prepared, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("c.yaml").write_text(f"{SETTINGS}\n<<: {{max_steps: 7, seed: 3}}\n", encoding="utf-8")
+    assert main(["train", "c.yaml"]) == 0
+    assert run["max_steps"] == 7
+    capsys.readouterr()
+    Path("c.yaml").write_text(f"{SETTINGS}\n<<: {{colour: 7}}\n", encoding="utf-8")
+    assert "c.yaml: colour: unknown setting" in refused(capsys, ["train", "c.yaml"])
+
+
+def test_what_others_write_for_no_limit_and_the_models_own_type(run: Prepared) -> None:
+    text = f"{SETTINGS}\nmax_steps: -1\nbf16: auto\nreport_to: None\n"
+    Path("c.yaml").write_text(text, encoding="utf-8")
+    assert main(["train", "c.yaml"]) == 0
+    assert (run["max_steps"], run["report_to"]) == (None, [])
+
+
+def test_a_switch_with_a_value_is_no_file(run: Prepared, capsys: pytest.CaptureFixture[str]) -> None:
+    for argument in ("true", "False", "learning_rate=1e-5"):
+        assert f"{argument}: is no file; flags are written as --bf16" in refused(capsys, ["train", argument])
+
+
 def test_what_asks_for_nothing_may_stay(run: Prepared) -> None:
     harmless = (
         "finetuning_type: full", "adapter: null", "load_in_8bit: false", "load-in-4bit: false", "lora_r: null",

@@ -119,7 +119,7 @@ class TestFormats:
         assert ours.messages[1]["tool_calls"][0]["function"] == call
         assert parse_one(messages=messages, tools="") == Conversation(ours.messages)
 
-    @pytest.mark.parametrize("mark", [{"weight": 0}, {"train": False}, {"training": False}])
+    @pytest.mark.parametrize("mark", [{"weight": 0}, {"train": False}, {"training": False}, {"loss": 0}])
     def test_turns_that_a_row_leaves_out(self, mark: dict[str, Any]) -> None:
         turns = [USER, ANSWER | mark, USER | {"weight": 1}, ANSWER | {"weight": None}]
         whole = Conversation((USER, ANSWER, USER, ANSWER), left_out=(1,))

@@ -70,6 +70,12 @@ def test_what_is_no_log_is_refused(text: str) -> None:
         rows_of(text)
 
 
+def test_steps_of_a_version_that_counted_from_0_are_read() -> None:
+    old = "".join(replace(ROW, step=step - 1).as_line() for step in range(3))
+    assert old.startswith('{"step": 0,')
+    assert [row.step for row in rows_of(old)] == [0, 1, 2]
+
+
 def test_a_last_line_that_was_cut_is_left_out() -> None:
     assert rows_of(ROW.as_line() + replace(ROW, step=1).as_line()[:40]) == [ROW]
     assert rows_of("") == rows_of('{"st') == []
