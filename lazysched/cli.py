@@ -18,15 +18,14 @@ from typing import Annotated, Literal
 
 import typer
 from pydantic import ValidationError
-from rich.console import Console
 from typer.exceptions import TyperException
 
 from lazysched import data_commands, doctor_command, evaluate_command, plan_commands, plot_command, report_command
 from lazysched.__main__ import INTERRUPTED
 from lazysched.cli_hardware import measure_machine, show_machine
-from lazysched.errors import LazyschedError, UsageError, short_repr
-from lazysched.foreign_settings import advice, flag_of
-from lazysched.lines import warn
+from lazysched.errors import LazyschedError, UsageError, flag_of, short_repr
+from lazysched.foreign_settings import advice
+from lazysched.lines import plain_console, warn
 from lazysched.outputs import require_folder_of, require_no_input
 from lazysched.progress import profile_shown
 from lazysched.schemas import Profile
@@ -200,11 +199,11 @@ def profile(
     if numa_bind and from_run is None and (hardware_only or model is not None):
         from lazysched.runtime.binding import bind_to_gpu
 
-        bind_to_gpu(device, Console(emoji=False))
+        bind_to_gpu(device, plain_console())
     if hardware_only:
         machine = measure_machine(context, _explicit(device), storage, pin_limit_bytes)
         machine.save(output)
-        show_machine(machine, Console(emoji=False))
+        show_machine(machine, plain_console())
     elif from_run is not None or profile_file is not None:
         _refine_profile(context, from_run, profile_file).save(output)
     elif model is None:
@@ -212,7 +211,7 @@ def profile(
     else:
         from lazysched.profiles.measure import profile as measure
 
-        with profile_shown(Console(stderr=True, emoji=False)) as report:
+        with profile_shown(plain_console(stderr=True)) as report:
             measured = measure(
                 model, device=_explicit(device), dtype=_explicit(dtype), seq_len=seq_len,
                 micro_batches=micro_batch or [1, 2, 4], storage_dir=None if storage is None else str(storage),
@@ -221,10 +220,10 @@ def profile(
             )  # fmt: skip
         measured.save(output)
         for warning in measured.doubts():
-            warn(Console(stderr=True, emoji=False), warning)
+            warn(plain_console(stderr=True), warning)
         if measured.trainable:
-            Console(emoji=False).print(f"trained: {trained_share(measured.stages)}", highlight=False)
-    Console(emoji=False).print(f"wrote {output}", highlight=False, markup=False)
+            plain_console().print(f"trained: {trained_share(measured.stages)}", highlight=False)
+    plain_console().print(f"wrote {output}", highlight=False, markup=False)
 
 
 def _refine_profile(context: typer.Context, from_run: Path | None, profile_file: Path | None) -> Profile:
@@ -239,7 +238,7 @@ def _refine_profile(context: typer.Context, from_run: Path | None, profile_file:
     ):  # fmt: skip
         source = context.get_parameter_source(name)
         if source is not None and source.name == "COMMANDLINE":
-            shown = "MODEL" if name == "model" else f"--{name.replace('_', '-')}"
+            shown = "MODEL" if name == "model" else flag_of(name)
             raise UsageError(f"{shown}: means nothing with --from-run, which measures nothing; leave it out")
     from lazysched.profiles.refine import load_recording, refine
 
@@ -260,7 +259,7 @@ def quickstart(
     """Profile, solve and train a small real model on generated word problems, in a few minutes."""
     from lazysched.quickstart import run_quickstart
 
-    run_quickstart(output_dir, device=_explicit(device), console=Console(emoji=False))
+    run_quickstart(output_dir, device=_explicit(device), console=plain_console())
 
 
 def _explicit(choice: str) -> str | None:

@@ -10,8 +10,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from lazysched.errors import UsageError
-from lazysched.lines import say, warn
+from lazysched.errors import UsageError, flag_of
+from lazysched.lines import plain_console, say, warn
 from lazysched.machine_memory import memories_of
 from lazysched.schemas import Hardware, Profile, Tier
 from lazysched.units import format_bytes
@@ -81,7 +81,7 @@ def _host_in_words(machine: Hardware) -> str:
 
 
 def _note(text: str) -> None:
-    Console(stderr=True, emoji=False).print(f"note: {text}", highlight=False, markup=False, soft_wrap=True)
+    plain_console(stderr=True).print(f"note: {text}", highlight=False, markup=False, soft_wrap=True)
 
 
 def _of_sizes(profile: Profile, micro_batches: Sequence[int]) -> Profile:
@@ -119,7 +119,7 @@ def show_machine(machine: Hardware, console: Console) -> None:
     for name, note in machine.notes.items():
         say(console, f"{name}: {note}")
     for doubt in machine.doubts():
-        warn(Console(stderr=True, emoji=False), doubt)
+        warn(plain_console(stderr=True), doubt)
 
 
 _UNITS = {
@@ -164,7 +164,7 @@ def measure_machine(
         if source is not None and source.name == "COMMANDLINE":
             shown = {"model": "MODEL", "compiled": "--compile", "profile_file": "--profile"}
             raise UsageError(
-                f"{shown.get(name, '--' + name.replace('_', '-'))}: means nothing with --hardware-only, which "
+                f"{shown.get(name, flag_of(name))}: means nothing with --hardware-only, which "
                 f"measures no model; leave it out"
             )
     from lazysched.profiles.hardware import measure_hardware

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
+from lazysched.lines import plain_console
 from lazysched.units import parse_slice
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ def prepare(
 ) -> None:
     """Tokenise DATA for MODEL, so that training begins at once, and say where the tokens are."""
     dataset, _ = _load(data, model, seq_len, data_format, cache_dir)
-    _print(Console(emoji=False), dataset, data)
+    _print(plain_console(), dataset, data)
 
 
 @app.command()
@@ -58,7 +59,7 @@ def preview(
     dataset, tokenizer = _load(data, model, seq_len, data_format, cache_dir)
     from lazysched.runtime.data.preview import preview_rows, print_preview
 
-    console = Console(emoji=False)
+    console = plain_console()
     if asked is not None or num_rows:
         print_preview(dataset, preview_rows(dataset, asked, num_rows), tokenizer, console)
     _print(console, dataset, data)

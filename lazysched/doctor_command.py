@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
-from rich.console import Console
 
 from lazysched.errors import UsageError
+from lazysched.lines import plain_console
 
 
 def doctor(
@@ -36,12 +36,12 @@ def doctor(
     from lazysched.doctor.report import print_report
     from lazysched.doctor.scene import Scene
 
-    with Console(stderr=True, emoji=False).status("looking at this machine"):
+    with plain_console(stderr=True).status("looking at this machine"):
         report = examine(Scene(folder, model, device))
     if as_json:
         typer.echo(report.model_dump_json(indent=1))
     else:
-        print_report(report, Console(emoji=False))
+        print_report(report, plain_console())
     raise typer.Exit(report.exit_code(allow_unknown=allow_unknown))
 
 

@@ -136,3 +136,8 @@ def short_repr(value: Any) -> str:
         return f"{'-' if value < 0 else ''}1e{math.floor(math.log10(abs(value)))} or more"
     text = repr(value)
     return text if len(text) <= _MAX_SHOWN_CHARACTERS else text[:_MAX_SHOWN_CHARACTERS] + "..."
+
+
+def flag_of(name: str) -> str:
+    """The setting as a flag."""
+    return f"--{name.replace('_', '-')}"

@@ -6,10 +6,9 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
-from rich.console import Console
 
 from lazysched import data_commands
-from lazysched.lines import warn
+from lazysched.lines import plain_console, warn
 from lazysched.outputs import require_folder_of, require_no_input
 
 
@@ -36,7 +35,7 @@ def evaluate(
         require_no_input(output, {"--data": data, "--model": model})
     from lazysched.runtime.exact_match import exact_match
 
-    console, progress = Console(emoji=False), Console(stderr=True, emoji=False)
+    console, progress = plain_console(), plain_console(stderr=True)
 
     def report(done: int, right: int) -> None:
         progress.print(f"{done} rows answered, {right} right", highlight=False)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from lazysched.errors import UsageError
-from lazysched.lines import warn
+from lazysched.lines import plain_console, warn
 from lazysched.schemas import Plan
 from lazysched.schemas.executable import check_executable, executes_files
 from lazysched.units import format_bytes, parse_bytes
@@ -64,7 +64,7 @@ def without_unexecuted_files(settings: dict[str, Any]) -> dict[str, Any]:
     if not num_bytes or not settings["executable_only"] or executes_files():
         return settings
     warn(
-        Console(stderr=True, emoji=False),
+        plain_console(stderr=True),
         f"--nvme {format_bytes(num_bytes)}: the runtime does not execute files yet, so this plan uses none; "
         f"--not-executable shows one that does",
     )

@@ -11,6 +11,8 @@ from collections.abc import Collection, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
+from lazysched.errors import flag_of
+
 _PLAN = "the plan decides"
 _ALL_WEIGHTS = "all weights are trained here, there is no LoRA or quantisation"
 _ANSWERS = 'answers alone are trained, all of them but messages with "weight": 0'
@@ -129,11 +131,6 @@ def advice(key: str, settings: Collection[str], *, as_flags: bool = False) -> st
     if name not in settings:
         return f"remove it: {text}"
     return f"write {flag_of(name) if as_flags else name}{comma}{more}"
-
-
-def flag_of(name: str) -> str:
-    """The setting as a flag."""
-    return f"--{name.replace('_', '-')}"
 
 
 def unknown_settings(keys: Collection[str], settings: Collection[str], aliases: Mapping[str, str]) -> str:

@@ -5,6 +5,11 @@ from __future__ import annotations
 from rich.console import Console
 
 
+def plain_console(*, stderr: bool = False) -> Console:
+    """A console that takes ``:x:`` in a name for what it is, not for a picture."""
+    return Console(stderr=stderr, emoji=False)
+
+
 def say(console: Console, text: str) -> None:
     """Show a line."""
     console.print(text, highlight=False, markup=False, emoji=False, soft_wrap=True)

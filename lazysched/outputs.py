@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 from collections.abc import Iterator, Mapping
 from fnmatch import fnmatch
 from pathlib import Path
@@ -69,3 +71,9 @@ def _read_of(given: str) -> Iterator[Path]:
 
         yield Path(folder).expanduser() / REGISTRY
         yield from (Path(source.name) for source in resolve_data(given))
+
+
+def free_number(path: Path) -> Path:
+    """The first of ``name.1.suffix``, ``name.2.suffix`` and so on beside ``path`` that nothing has, no link either."""
+    names = (path.with_name(f"{path.stem}.{number}{path.suffix}") for number in itertools.count(1))
+    return next(name for name in names if not os.path.lexists(name))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import itertools
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from rich.console import Console
 from lazysched.cli_hardware import say_if_beyond_the_machine
 from lazysched.errors import UsageError
 from lazysched.lines import say, warn
+from lazysched.outputs import free_number
 from lazysched.progress import profile_shown
 from lazysched.schemas import Plan, Profile
 from lazysched.train_config import TrainConfig
@@ -99,8 +99,7 @@ def _keep_other(path: Path, plan: Plan, console: Console) -> None:
     with contextlib.suppress(UsageError):
         if not os.path.lexists(path) or _decisions(Plan.load(path)) == _decisions(plan):
             return
-    names = (path.with_name(f"{path.stem}.{number}.json") for number in itertools.count(1))
-    kept = path.rename(next(name for name in names if not os.path.lexists(name)))
+    kept = path.rename(free_number(path))
     say(console, f"the plan that was there is now {kept}; --plan {kept} trains as it says")
 
 

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from lazysched.errors import UsageError, short_repr
 from lazysched.file_options import say_if_not_executable
-from lazysched.lines import say
+from lazysched.lines import plain_console, say
 from lazysched.outputs import require_folder_of, require_no_input
 from lazysched.schemas import Plan, Profile
 from lazysched.schemas.base import is_a, read_data
@@ -53,12 +53,12 @@ def explain(
     from lazysched.solver.explain import explain as explain_plan
     from lazysched.solver.explain_report import print_explanation
 
-    with Console(stderr=True, emoji=False).status("solving with a little more of each"):
+    with plain_console(stderr=True).status("solving with a little more of each"):
         explanation = explain_plan(schedule, measured, time_limit_s=time_limit)
     if as_json:
         typer.echo(explanation.model_dump_json(indent=1))
     else:
-        print_explanation(explanation, Console(emoji=False))
+        print_explanation(explanation, plain_console())
 
 
 def simulate(
@@ -85,7 +85,7 @@ def simulate(
     if as_json:
         typer.echo(found.model_dump_json(indent=1))
     else:
-        console = Console(emoji=False)
+        console = plain_console()
         print_simulation(found, console, other_profile=measured != schedule.profile)
         if trace is not None:
             console.print(f"wrote {trace}", highlight=False, markup=False)
@@ -108,7 +108,7 @@ def compare(
         typer.echo(found.model_dump_json(indent=1))
     else:
         names = (plan_a.name, plan_b.name) if plan_a.name != plan_b.name else (str(plan_a), str(plan_b))
-        print_comparison(found, names, Console(emoji=False))
+        print_comparison(found, names, plain_console())
 
 
 def _plan_and_profile(plan_file: Path, profile_file: Path | None) -> tuple[Plan, Profile]:
@@ -184,7 +184,7 @@ def solve_sweep(profile: Profile, sweep: Sweep, settings: Mapping[str, Any], out
     from lazysched.solver.sweep import run_sweep
 
     count = len(sweep.budgets)
-    with Console(stderr=True, emoji=False).status(f"solving for {count} budgets") as status:
+    with plain_console(stderr=True).status(f"solving for {count} budgets") as status:
         points = run_sweep(
             profile, sweep, settings, lambda done: status.update(f"solved for {done} of {count} budgets")
         )

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
-from rich.console import Console
 
 from lazysched import file_options, plan_commands
 from lazysched.cli_hardware import profile_to_solve, say_if_beyond_the_machine
+from lazysched.lines import plain_console
 from lazysched.outputs import require_folder_of, require_no_input
 from lazysched.progress import search_shown
 from lazysched.units import parse_bytes
@@ -104,14 +104,14 @@ def solve(
         "optimizer_state": optimizer_state, "time_limit_s": time_limit, "gap": gap, "seed": seed,
     }  # fmt: skip
     settings = file_options.without_unexecuted_files(settings)
-    console = Console(emoji=False)
+    console = plain_console()
     if budgets is not None:
         plan_commands.solve_sweep(measured, budgets, {"batch_size": rows, **settings}, output, console)
         return
     from lazysched.solver import solve as find_plan
     from lazysched.solver.report import print_solution
 
-    progress, best = Console(stderr=True, emoji=False), None
+    progress, best = plain_console(stderr=True), None
     with search_shown(time_limit, progress, "a batch" if rows is None else "") as report:
         if rows is None:
             best = plan_commands.solve_batches(measured, {**settings, "report": report}, progress)

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from lazysched import data_commands
 from lazysched.errors import UsageError
-from lazysched.lines import say, warn
+from lazysched.lines import plain_console, say, warn
 from lazysched.outputs import require_no_input
 from lazysched.own_plan import plan_path, plan_to_make
 from lazysched.report_command import end_report
@@ -135,7 +135,7 @@ def train(
 
     check_reporters(settings.report_to)
     _refuse_inputs(config, settings)
-    arguments, console = settings.run_arguments(), Console(emoji=False)
+    arguments, console = settings.run_arguments(), plain_console()
     planned = plan_to_make(settings, console) if settings.plan is None else _given_plan(settings, console)
     from lazysched.runtime.binding import bind_to_gpu
     from lazysched.runtime.finished import FinishedRun

@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 import yaml
 from pydantic import Field, ValidationError, ValidationInfo, field_validator
 
-from lazysched.errors import UsageError
+from lazysched.errors import UsageError, flag_of
 from lazysched.foreign_settings import asks_for_nothing, unknown_settings
 from lazysched.schemas import Plan, Schema
 from lazysched.schemas.base import first_problem
@@ -231,12 +231,13 @@ def resolve(path: Path | None, flags: Mapping[str, Any], given: Collection[str])
     values = {} if path is None else read_config(path)
     own = set(values) - set(given)
     values |= {name: flags[name] for name in given}
-    if str(values.get("resume_from_checkpoint")).lower() in ("true", "false"):  # transformers: the newest, or none
-        newest = str(values.pop("resume_from_checkpoint")).lower() == "true"
-        values["resume"] = newest or values.get("resume", False)
+    asked = str(values.get("resume_from_checkpoint")).lower()
+    if asked in ("true", "false"):  # transformers: the newest, or none
+        del values["resume_from_checkpoint"]
+        values["resume"] = asked == "true" or values.get("resume", False)
     for name in NEEDED:
         if values.get(name) is None:
-            raise UsageError(f"{name}: missing; give --{name.replace('_', '-')}, or {name} in a configuration file")
+            raise UsageError(f"{name}: missing; give {flag_of(name)}, or {name} in a configuration file")
     try:
         return TrainConfig.model_validate(values)
     except ValidationError as error:

@@ -6,10 +6,10 @@ The file only grows, so that it can be followed; a full disk costs lines until t
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from lazysched.outputs import free_number
 from lazysched.runtime.folders import is_own_file
 from lazysched.step_rows import LOG_FILE, StepRow
 
@@ -52,9 +52,8 @@ class LiveLog:
             self._rows and self._path.read_text(encoding="utf-8").startswith(self._text)
         ):
             return
-        names = (self._path.with_name(f"log.{number}.jsonl") for number in itertools.count(1))
         if self._path.stat().st_size:
-            self._path.rename(next(name for name in names if not name.exists()))
+            self._path.rename(free_number(self._path))
 
     @property
     def _text(self) -> str:

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from lazysched.chrome_trace import check_trace_file
 from lazysched.errors import UsageError
-from lazysched.lines import say, warn
+from lazysched.lines import plain_console, say, warn
 from lazysched.runtime import machine
 from lazysched.runtime.arguments import check_numbers, check_optimizer, choose_device
 from lazysched.runtime.checkpoint import check_output_dir
@@ -121,7 +121,7 @@ def prepare(
     _check_evaluation(eval_steps, eval_data)
     check_reporters(report_to)
     policy = SavingPolicy(save_steps, save_total_limit, save_state_limit)
-    console = console or Console(emoji=False)
+    console = console or plain_console()
     target = choose_device(device)
     folder = Path(output_dir)
     undo_cut_swap(folder)

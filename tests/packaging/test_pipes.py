@@ -74,11 +74,14 @@ runpy.run_module("lazysched", run_name="__main__")
 """
 
 
+def run_script(folder: Path, script: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", script], cwd=folder, capture_output=True, text=True, check=False, timeout=120
+    )
+
+
 def test_ctrl_c_while_importing_is_one_line(tmp_path: Path) -> None:
-    ended = subprocess.run(
-        [sys.executable, "-c", INTERRUPTED_WHILE_IMPORTING],
-        cwd=tmp_path, capture_output=True, text=True, check=False, timeout=120,
-    )  # fmt: skip
+    ended = run_script(tmp_path, INTERRUPTED_WHILE_IMPORTING)
     assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "error: interrupted\n")
 
 
@@ -92,7 +95,7 @@ class Closing:
 
 def main():
     Closing()
-    time.sleep(60)
+    time.sleep(300)
 
 cli.main = main
 __main__.entry_point()
@@ -100,18 +103,12 @@ __main__.entry_point()
 
 
 def test_ctrl_c_amid_a_destructor_is_not_lost(tmp_path: Path) -> None:
-    ended = subprocess.run(
-        [sys.executable, "-c", INTERRUPTED_AMID_A_DESTRUCTOR],
-        cwd=tmp_path, capture_output=True, text=True, check=False, timeout=50,
-    )  # fmt: skip
+    ended = run_script(tmp_path, INTERRUPTED_AMID_A_DESTRUCTOR)
     assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "error: interrupted\n")
 
 
 def test_other_errors_of_destructors_are_shown_as_before(tmp_path: Path) -> None:
     script = INTERRUPTED_AMID_A_DESTRUCTOR.replace("signal.raise_signal(signal.SIGINT)", "raise OSError(5)")
-    ended = subprocess.run(
-        [sys.executable, "-c", script.replace("time.sleep(60)", "return 0")],
-        cwd=tmp_path, capture_output=True, text=True, check=False, timeout=50,
-    )  # fmt: skip
+    ended = run_script(tmp_path, script.replace("time.sleep(300)", "return 0"))
     assert ended.returncode == 0
     assert "OSError: 5" in ended.stderr
